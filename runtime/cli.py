@@ -212,10 +212,10 @@ def _try(plan: Path, config: Path, options: dict[str, Any]) -> int:
     """Checks the run without beginning it; its folder goes. Raises UserError if it cannot be."""
     from pipedream.runtime.dry_run import dry_run
 
-    given = [name for name in ("resume", "export", "evaluate_only") if options[name]]
-    if given:
+    others = [name for name in ("resume", "export", "evaluate_only") if options[name]]
+    if others:
         raise UserError(
-            f"--dry-run checks a run from its beginning: leave --{given[0].replace('_', '-')} out"
+            f"--dry-run checks a run from its beginning: leave --{others[0].replace('_', '-')} out"
         )
     with TemporaryDirectory() as folder:
         for line in dry_run(_job(plan, config, Path(folder), False, options)):
@@ -227,7 +227,7 @@ def _try(plan: Path, config: Path, options: dict[str, Any]) -> int:
 def _job(
     plan: Path, config: Path, output: Path | None, replan: bool, options: dict[str, Any]
 ) -> Job:
-    """The run that is asked for; `options` are fields of Job. Raises UserError if it cannot be."""
+    """Returns the run that is asked for; `options` are fields of Job. Raises UserError."""
     from pipedream.graph.plan import moved, read_plan
     from pipedream.graph.run_config import read_config
     from pipedream.runtime.run.job import Job
@@ -253,7 +253,7 @@ def _job(
 
 
 def _to_evaluate(config: RunConfig, options: dict[str, Any]) -> RunConfig:
-    """The config of a run that evaluates alone, through the pipeline where shapes allow it.
+    """Returns the config of a run that evaluates alone, through the pipeline where shapes allow it.
 
     Raises UserError if training is asked for, too.
     """
@@ -303,10 +303,10 @@ def _import_for(workers: int) -> None:
     from pipedream.runtime.supervise import launch
 
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks the driver without using it
-    given = "OMP_NUM_THREADS" in os.environ
+    was_set = "OMP_NUM_THREADS" in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", str(launch.threads_each(workers)))
     import_module("pipedream.runtime.trainer")
-    if not given:
+    if not was_set:
         del os.environ["OMP_NUM_THREADS"]
     gc.collect()
     gc.freeze()  # else each fork's first collection looks through all of it, and copies its pages
@@ -321,8 +321,8 @@ def _work_forked(job: Job, rank_info: RankInfo, heartbeats: Heartbeats) -> int:
 
     np.random.seed()  # else all workers would draw the same; Python's own sees to it by itself
     # Also makes torch's threads anew: 2.15 aborts now and then if two threads of a fork do.
-    given = os.environ["OMP_NUM_THREADS"]
-    torch.set_num_threads(int(given) if given.isdigit() else torch.get_num_threads())
+    threads = os.environ["OMP_NUM_THREADS"]
+    torch.set_num_threads(int(threads) if threads.isdigit() else torch.get_num_threads())
     try:
         return _work(replace(job, restarted=restarts() > 0), rank_info, heartbeats)
     except BrokenPipeError:  # who reads the output has had enough

@@ -24,8 +24,8 @@ from pipedream.graph.plan import workers_by_rank
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.local.captures import capture_all
+from pipedream.runtime.local.local_model import check_stages
 from pipedream.runtime.local.local_stage import LocalStage
-from pipedream.runtime.local.order_check import check_stages
 from pipedream.runtime.local.resume import begin
 from pipedream.runtime.report.announcement import announcement
 from pipedream.runtime.report.metrics.writers import Writers
@@ -45,10 +45,10 @@ def dry_run(job: Job) -> Iterator[str]:
     yield f"data      {_data(job, examples)}"
     yield f"loss      {job.config.loss}: {_loss(job, examples):.4f} for the first minibatch"
     captures = capture_all(job, examples, first)
-    faces = interfaces(captures.whole, job.plan)
-    check_stages(job, links(faces), tied(captures.whole, faces), examples.minibatches)
+    of_stages = interfaces(captures.whole, job.plan)
+    check_stages(job, links(of_stages), tied(captures.whole, of_stages), examples.minibatches)
     rng = MinibatchRng(job.config.seed, device)
-    stages = [LocalStage(job, (face.stage, 0), captures, face, rng) for face in faces]
+    stages = [LocalStage(job, (own.stage, 0), captures, own, rng) for own in of_stages]
     sizes = (sum(p.nbytes for p in stage.parameters.values()) for stage in stages)
     amounts = ", ".join(map(show_bytes, sizes))
     yield f"model     {job.config.model.source} as it was planned; parameters by stage {amounts}"
@@ -64,13 +64,13 @@ def dry_run(job: Job) -> Iterator[str]:
 
 
 def _plan(job: Job) -> str:
-    plan, counts = job.plan, ", ".join(map(str, job.plan.replicas))
-    told = f"stages of {counts} workers; {plan.workers} in all"
+    plan, replicas = job.plan, ", ".join(map(str, job.plan.replicas))
+    text = f"stages of {replicas} workers; {plan.workers} in all"
     if job.order == DEFAULT_ORDER:
-        return told
-    each = sorted({len(own) for own in workers_by_rank(plan.rank_assignment).values()})
-    several = f", each in {' or '.join(map(str, each))} stages" * (each != [1])
-    return f"{told}{several}; order {job.order}"
+        return text
+    counts = sorted({len(own) for own in workers_by_rank(plan.rank_assignment).values()})
+    several = f", each in {' or '.join(map(str, counts))} stages" * (counts != [1])
+    return f"{text}{several}; order {job.order}"
 
 
 def _data(job: Job, examples: Examples) -> str:
@@ -83,7 +83,7 @@ def _data(job: Job, examples: Examples) -> str:
 
 
 def _loss(job: Job, examples: Examples) -> float:
-    """Of the first minibatch, by the plain model. Raises UserError if it cannot be learnt from."""
+    """Returns the first minibatch's, by the plain model. Raises UserError if it is not finite."""
     config = job.config
     model = load_config_model(config, job.directory, names=examples.input_names)
     batch = examples.first()
@@ -99,24 +99,24 @@ def _loss(job: Job, examples: Examples) -> float:
 
 
 def _memory(job: Job) -> str:
-    """What the plan says that ranks need, beside what there is."""
+    """Returns what the plan says that ranks need, beside what there is."""
     ranks = workers_by_rank(job.plan.rank_assignment).values()
     needs = [sum(job.plan.stages[stage].memory_bytes for stage, _ in own) for own in ranks]
     if not (job.as_planned and job.has_planned_batch):
         return "not known: the plan is for another schedule or batch size"
     planned = ", ".join(show_bytes(stage.memory_bytes) for stage in job.plan.stages)
-    told = f"the plan needs {planned} of a worker, by stage"
+    text = f"the plan needs {planned} of a worker, by stage"
     if any(len(own) > 1 for own in ranks):
-        told += f"; of a rank, for all its stages, at most {show_bytes(max(needs))}"
+        text += f"; of a rank, for all its stages, at most {show_bytes(max(needs))}"
     if job.device == "cuda":
         there = free_memory(torch.device("cuda", 0))
-        return f"{told}; a GPU has {show_bytes(there)} free" + _too_much(max(needs), there)
+        return f"{text}; a GPU has {show_bytes(there)} free" + _too_much(max(needs), there)
     needed = sum(needs)
     there = free_memory(torch.device("cpu"))
     if math.isinf(there):
-        return told
+        return text
     more = f"; all of them {show_bytes(needed)}, and this machine has {show_bytes(there)} free"
-    return told + more + _too_much(needed, there)
+    return text + more + _too_much(needed, there)
 
 
 def _too_much(needed: float, there: float) -> str:

@@ -189,7 +189,7 @@ class _Training:
         return ActionStream(segment, actions, self._delays(segment))
 
     def _engine(self) -> Engine:
-        """Not kept as an attribute: in a reference cycle with it, both would outlive the epoch."""
+        """Makes the engine. As an attribute it would outlive the epoch, in a reference cycle."""
         context = self.context
         executors = {
             stage.stage: context.executor(
@@ -201,7 +201,7 @@ class _Training:
         return Engine(executors, transport, self._after, self._before, self.events)
 
     def _delays(self, segment: TrainingSegment) -> dict[int, int]:
-        """By how many updates the weights of each minibatch will be old, if they are predicted."""
+        """Returns by how many updates the weights of each minibatch are old, if predicted."""
         stage, *_ = self.local.stages
         if self.context.weights[stage.stage].prediction is None:
             return {}
@@ -209,7 +209,7 @@ class _Training:
         return {minibatch + segment.begin: delay for minibatch, delay in of_segment.items()}
 
     def _to_read(self) -> list[int]:
-        """The minibatches whose inputs or targets this rank needs."""
+        """Returns the minibatches whose inputs or targets this rank needs."""
         own, stages = [stage.interface for stage in self.local.stages], len(self.local.interfaces)
         varying = self.local.job.config.data.varying
         return [

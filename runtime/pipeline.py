@@ -28,7 +28,6 @@ from pipedream.runtime.engine.wiring import Wiring
 from pipedream.runtime.loop.agreement import Agreement, check_precision
 from pipedream.runtime.loop.evaluation import MinibatchEvaluation
 from pipedream.runtime.loop.gathering import gather_tensors, whole_state
-from pipedream.runtime.loop.gradient_norm import clip_gradients
 from pipedream.runtime.loop.model_state import ModelState
 from pipedream.runtime.loop.split_minibatch import SplitMinibatch, WeightedLoss
 from pipedream.runtime.loop.staged_model import StagedModel
@@ -139,7 +138,7 @@ class Pipeline:
         return info.rank
 
     def _stage(self, _: ModelState) -> StagedModel:
-        """The model, which is in this state now."""
+        """Returns the model, which is in this state now."""
         forms = CapturedStages(self.model, self.plan, self.stages, self.rng, self.precision)
         forms.checked = self.checked and self.rank == 0
         if self.staged.cache_info().misses == _OFTEN:
@@ -184,8 +183,8 @@ class Pipeline:
     def evaluate(
         self, *args: Any, target: Any = None, weights: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The mean loss of a minibatch in eval mode, on all ranks; afterwards each module is in its
-        own mode again. Raises as a call does.
+        """Returns the mean loss of a minibatch in eval mode, on all ranks; afterwards each module
+        is in its own mode again. Raises as a call does.
         """
         with eval_mode(self.model):
             return self._evaluation(self._minibatch(args, kwargs, target, weights)).loss()
@@ -223,8 +222,8 @@ class Pipeline:
             return SplitMinibatch.of(calls, target, weights, self.microbatches, self.device)
 
     def _staged_for(self, minibatch: SplitMinibatch, what: str) -> StagedModel:
-        """The stages for each microbatch, of the model as it is now. Raises UserError unless all
-        ranks have the same.
+        """Returns the stages for each microbatch, of the model as it is now. Raises UserError
+        unless all ranks have the same.
         """
         with torch.inference_mode(False), torch.enable_grad():
             staged = self.now = self.staged(ModelState.of(self.model))
@@ -238,7 +237,7 @@ class Pipeline:
         return staged
 
     def _train(self, minibatch: SplitMinibatch) -> tuple[Tensor, list[tuple[Parameter, Tensor]]]:
-        """The loss, and the gradients of the parameters of this rank that learn."""
+        """Returns the loss, and the gradients of the parameters of this rank that learn."""
         first = self.now is None  # all ranks have the whole model, as it is
         staged, count = self._staged_for(minibatch, "training"), len(minibatch.calls)
         wiring = self._wiring(staged)
@@ -288,7 +287,7 @@ class Pipeline:
         staged = self.now
         if staged is None:
             raise UserError("clip_grad_norm_: there are no gradients yet: call the pipeline first")
-        return clip_gradients(staged, self.workers, max_norm, self._wiring(staged).total)
+        return staged.clip_gradients(self.workers, max_norm, self._wiring(staged).total)
 
     @torch.no_grad()
     def gather(self) -> nn.Module:

@@ -62,7 +62,7 @@ def split_policy(path: Path | str) -> Callable[[fx.GraphModule], fx.GraphModule]
 
 
 def _stages(graph: fx.Graph, split: TorchSplit, path: Path) -> dict[fx.Node, int]:
-    """The stage of every operator.
+    """Returns the stage of every operator.
 
     One that is not named is needed within its own node alone, and goes where it is read; or it is
     a constant, such as a mask, which every stage that reads it makes for itself. What nobody reads,
@@ -108,7 +108,7 @@ def _pass_on_inputs(graph: fx.Graph, stage_of: dict[fx.Node, int]) -> None:
 
 
 def _copy_for(graph: fx.Graph, node: fx.Node, stage: int, stage_of: dict[fx.Node, int]) -> fx.Node:
-    """A copy of `node` that the operators of this stage read in its place."""
+    """Returns a copy of `node` that the operators of this stage read in its place."""
     with graph.inserting_after(node):
         copy = graph.node_copy(node)
     for user in list(node.users):
@@ -118,7 +118,7 @@ def _copy_for(graph: fx.Graph, node: fx.Node, stage: int, stage_of: dict[fx.Node
 
 
 def _put_in_order(graph: fx.Graph, stage_of: dict[fx.Node, int], stages: int) -> None:
-    """Stage by stage, a `pipe_split` before each but the first; the order within is kept."""
+    """Sorts by stage, with a `pipe_split` before each but the first; keeps the order within."""
     output = next(node for node in graph.nodes if node.op == "output")
     ordered: list[Sequence[fx.Node]] = [
         [node for node, at in stage_of.items() if at == stage] for stage in range(stages)

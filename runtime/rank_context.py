@@ -89,7 +89,7 @@ class RankContext:
         stepping: Updates,
         on_loss: Callable[[int, torch.Tensor], None],
     ) -> Executor:
-        """What trains a stage of this rank."""
+        """Returns what trains a stage of this rank."""
         policy, config = self.local.job.policy, self.local.job.config
         return self.wiring.executor(
             stage.stage,
@@ -183,7 +183,7 @@ class RankContext:
         return lambda tensor: self.transport.begin_sum(tensor, whole.group).wait()
 
     def _weights(self, stage: LocalStage) -> Weights:
-        """The weights at `first`, with what the config asks for against stale gradients.
+        """Returns the weights at `first`, with what the config asks for against stale gradients.
 
         The delays come from the schedule: the last stage has none, and nothing to correct.
         """
@@ -215,7 +215,7 @@ class RankContext:
         )
 
     def _writers(self) -> Writers:
-        """Of metrics, on rank 0. Raises UserError if one does not begin."""
+        """Begins those of metrics, on rank 0. Raises UserError if one does not begin."""
         job = self.local.job
         first = (job.saved if job.goes_on else None) or Position(0)
         if self.local.rank_info.rank or (job.has_summary and first >= Position(job.epochs)):
@@ -225,6 +225,6 @@ class RankContext:
         return writers
 
     def _learning_rates(self) -> list[float]:
-        """Of each group of parameters; the same in all stages but for their corrections."""
+        """Returns that of each group of parameters, alike in all stages but for corrections."""
         first, *_ = self.local.stages
         return [float(group["lr"]) for group in first.optimizer.param_groups]

@@ -74,7 +74,7 @@ def _sum_up(context: RankContext, recording: Recording, reports: list[dict[str, 
 
 
 def _reports(context: RankContext) -> list[dict[str, Any]]:
-    """One report for each stage of this rank; memory and clock are those of the rank."""
+    """Returns a report for each stage of this rank; memory and clock are those of the rank."""
     stepping = context.stepping
     return [
         {

@@ -80,8 +80,8 @@ def _run(context: RankContext) -> None:
         dist.destroy_process_group()
         return
     if local.rank_info.rank == 0:
-        said = announcement(local.job, local.examples.minibatches)
-        print(f"training: {said}", file=sys.stderr, flush=True)
+        line = announcement(local.job, local.examples.minibatches)
+        print(f"training: {line}", file=sys.stderr, flush=True)
     gc.freeze()  # what is there stays; to look through it again and again takes long
     try:
         with nullcontext() if context.display is None else context.display:

@@ -13,7 +13,7 @@ _MARK = "@complex"
 
 
 def as_pairs(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors by the names that they have in files; pairs are in the same memory."""
+    """Returns the tensors by the names that they have in files; pairs are in the same memory."""
     return {
         f"{name}{_MARK}" if tensor.is_complex() else name: (
             torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
@@ -30,5 +30,5 @@ def from_pairs(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def plain_name(name: str) -> str:
-    """The name of the tensor in the model."""
+    """Returns the name of the tensor in the model."""
     return name.removesuffix(_MARK)

@@ -93,8 +93,8 @@ class Folder:
         self._load({place + name: tensor for name, tensor in into.items()})
 
     def load_optimizer(self, parameters: Iterable[str]) -> dict[str, Tensor]:
-        """What an optimizer knew of these parameters, as `PARAMETER/STATE`: nothing if the folder
-        has no optimizer. Raises UserError if it has several, or is one without names.
+        """Returns what an optimizer knew of these parameters, as `PARAMETER/STATE`: nothing if the
+        folder has no optimizer. Raises UserError if it has several, or is one without names.
         """
         names, optimizers = set(parameters), dict[str, dict[str, str]]()
         for key in self.tensors:
@@ -123,7 +123,7 @@ class Folder:
         )
 
     def _place(self, names: Sequence[str]) -> str:
-        """What stands before these names in the folder."""
+        """Returns what stands before these names in the folder."""
         first = next(iter(names), "")
         ends = (key.removesuffix(first) for key in self.tensors if key.endswith(first))
         places = sorted(end for end in ends if not end or end.endswith("."))
@@ -184,7 +184,7 @@ class _IndexUnpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """What the pickle may name. Raises UnpicklingError for all else."""
+        """Returns what the pickle may name. Raises UnpicklingError for all else."""
         for kind in (*_KINDS, metadata._MEM_FORMAT_ENCODING, torch.Size):
             if (kind.__module__, kind.__name__) == (module, name):
                 return kind

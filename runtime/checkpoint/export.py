@@ -82,7 +82,7 @@ def _folder(target: Path) -> Iterator[Path]:
 
 
 def _save_pretrained(model: Any, folder: Path) -> None:
-    """For `from_pretrained`; with the cache that was off while it was trained."""
+    """Writes it for `from_pretrained`; with the cache that was off while it was trained."""
     config: Any = getattr(model, "config", None)
     settings = [config, getattr(model, "generation_config", None)]
     if hasattr(config, "get_text_config"):
@@ -95,7 +95,7 @@ def _save_pretrained(model: Any, folder: Path) -> None:
 
 
 def _optimizer_state(job: Job, path: Path, model: nn.Module) -> dict[str, Any]:
-    """At the learning rates of the checkpoint. Which kernels made the steps is left open."""
+    """Returns it at the learning rates of the checkpoint; which kernels made the steps is open."""
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(job.optimizer, parameters)
     progress = checkpoint.progress_of(path, checkpoint.read_state(path))

@@ -187,7 +187,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint in `folder` that is furthest on, if there is any."""
+    """Returns the checkpoint in `folder` that is furthest on, if there is any."""
     whole = _whole(folder)
     return whole[-1] if whole else None
 
@@ -339,12 +339,12 @@ def _parts(path: Path) -> tuple[Path, Path]:
 
 
 def _file(stage: int, stages: int) -> str:
-    """As torch.distributed.checkpoint and Hugging Face name it."""
+    """Returns the name as torch.distributed.checkpoint and Hugging Face have it."""
     return f"model-{stage + 1:05}-of-{stages:05}.safetensors"
 
 
 def _index(files: Iterable[Path]) -> _Index:
-    """Where each tensor is; of those that several stages hold (tied weights) the first counts."""
+    """Says where each tensor is; of those that several stages hold (tied) the first counts."""
     weight_map: dict[str, str] = {}
     size = 0
     for file in files:

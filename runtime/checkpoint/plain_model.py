@@ -55,5 +55,5 @@ def load_plain(model: nn.Module, path: Path) -> None:
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of the model's state_dict, by name; modules may keep other things there."""
+    """Returns the tensors of the state_dict, by name; modules may keep other things there."""
     return {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,10 +41,8 @@ class Saver:
     keep: int | None = None
     details: Mapping[str, str | int | float] | None = None
     recorded: Callable[[Position], bool] = lambda position: True
-
-    def __post_init__(self) -> None:
-        self.thread: threading.Thread | None = None
-        self.failure: BaseException | None = None
+    thread: threading.Thread | None = field(default=None, init=False)
+    failure: BaseException | None = field(default=None, init=False)
 
     def begin(
         self, position: Position, parts: Mapping[int, Part], training: Mapping[str, Any]

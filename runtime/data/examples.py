@@ -45,7 +45,7 @@ class Examples:
         return input_names(self.training, self.config.loss)
 
     def first(self) -> Batch:
-        """The first minibatch of all; from now on the others have to be of its `kind`."""
+        """Returns the first minibatch of all; from now on the others have to be of its `kind`."""
         before = torch.get_rng_state()
         batch = self.epoch(0).batch(0)
         # A stream has random numbers of its own, which take the place of torch's while it is read.
@@ -61,7 +61,7 @@ class Examples:
         return Epoch(self.training, self.config, number, self.device, self.kind, self.draws, order)
 
     def to_try(self) -> Epoch:
-        """The held-out examples, in their order."""
+        """Returns the held-out examples, in their order."""
         assert self.held_out is not None
         order = range(len(self.held_out))
         return Epoch(self.held_out, self.config, 0, self.device, order=order)

@@ -145,7 +145,7 @@ class EpochOrder:
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:
-    """The numbers below `count` in the order of that epoch."""
+    """Returns the numbers below `count` in the order of that epoch."""
     generator = torch.Generator().manual_seed(_seed(seed, epoch))
     return torch.randperm(count, generator=generator).tolist()
 

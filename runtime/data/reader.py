@@ -64,7 +64,7 @@ class Batch:
         return Batch(*moved)
 
     def first(self, count: int) -> Batch:
-        """The first `count` of the examples."""
+        """Returns the first `count` of the examples."""
         inputs, target = pytree.tree_map_only(
             Tensor, lambda tensor: tensor[:count].clone(), (self.inputs, self.target)
         )
@@ -164,7 +164,7 @@ class Reader:
             self.coming = iter(())  # the processes end with the loader
 
     def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
-        """The model's input tensors at these positions. Raises UserError if one is missing."""
+        """Returns the input tensors at these positions. Raises UserError if one is missing."""
         wanted = list(which)
         if not wanted:
             return []
@@ -179,13 +179,13 @@ class Reader:
         return self._batch(minibatch).target
 
     def peek(self, minibatch: int) -> Batch:
-        """A minibatch that is still to be asked for, on the CPU; it and those before are kept."""
+        """Returns a minibatch to be asked for later, on the CPU; it and those before are kept."""
         while minibatch not in self.ahead:
             self._read()
         return self.ahead[minibatch]
 
     def _batch(self, minibatch: int) -> Batch:
-        """The last one is kept: a stage may read the inputs and then the target."""
+        """Keeps the last one, since a stage may read the inputs and then the target."""
         if self.last is None or self.last[0] != minibatch:
             if not self.ahead:
                 self._read()
@@ -221,7 +221,7 @@ class _Listed(TorchDataset[Any]):
 
 
 def _by_processes(listed: _Listed, workers: int) -> Iterator[Batch | BaseException]:
-    """What that many processes make of `listed`, in its order. Raises DataLost."""
+    """Yields what that many processes make of `listed`, in its order. Raises DataLost."""
     workers = min(workers, len(listed))
     loader = DataLoader(listed, batch_size=None, num_workers=workers, worker_init_fn=_go_on)
     loaded = iter(loader)
@@ -252,7 +252,7 @@ class _Ahead:
 
     def __init__(self, listed: _Listed, ahead: int = 2) -> None:
         self.listed = listed
-        self.made: Queue[Batch | BaseException] = Queue(ahead)
+        self.queue: Queue[Batch | BaseException] = Queue(ahead)
         self.ended = threading.Event()
 
     def batches(self) -> Iterator[Batch | BaseException]:
@@ -265,16 +265,16 @@ class _Ahead:
             yield batch
         threading.Thread(target=self._make, args=(number,), name="data", daemon=True).start()
         while True:
-            yield self.made.get()
+            yield self.queue.get()
 
     def _make(self, first: int) -> None:
         for index in range(first, len(self.listed)):
             if self.ended.is_set():
                 return
             try:
-                self.made.put(self.listed[index])
+                self.queue.put(self.listed[index])
             except BaseException as error:  # raised where it is asked for
-                self.made.put(error)
+                self.queue.put(error)
                 return
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class _Ahead:
         self.ended.set()
         with suppress(Empty):
             while True:
-                self.made.get_nowait()  # it may be waiting for room
+                self.queue.get_nowait()  # it may be waiting for room
 
 
 def in_order(dataset: Dataset, config: RunConfig, device: torch.device) -> Iterator[Batch]:

@@ -70,7 +70,7 @@ def minibatches_read(
     stages: int,
     varying: bool = False,
 ) -> list[int]:
-    """The minibatches that a rank reads in its forward passes, in that order.
+    """Returns the minibatches that a rank reads in its forward passes, in that order.
 
     `interfaces` are those of its stages, of so many: those that read an input of the model, and the
     last one for the target; all if minibatches are `varying`, to know their shapes. Reading the

@@ -180,7 +180,7 @@ class Evaluation:
         workers: Sequence[Worker],
         sizes: Sizes,
     ) -> Evaluation:
-        """For a model without `obstacle`; `rest`: captured for a smaller last minibatch."""
+        """Of a model without `obstacle`; `rest` was captured for a smaller last minibatch."""
         smaller = {} if rest is None or sizes.last is None else {sizes.last: rest}
         stage_modules = {
             stage: StageForms(

@@ -15,10 +15,7 @@ from pipedream.comm.buckets import Buckets, StageGroups
 from pipedream.graph.errors import UserError
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, Tensors, computing
 from pipedream.runtime.engine.minibatch_state import MinibatchState, Recomputation
-from pipedream.runtime.engine.passes.autograd_passes import AutogradPasses
-from pipedream.runtime.engine.passes.passes import Passes
-from pipedream.runtime.engine.passes.program_passes import ProgramPasses
-from pipedream.runtime.engine.passes.round_gradients import RoundGradients
+from pipedream.runtime.engine.passes import AutogradPasses, Passes, ProgramPasses, RoundGradients
 from pipedream.runtime.optim.stepping import Scale
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.stages.partition import StageInterface
@@ -117,7 +114,7 @@ class Executor(ForwardExecutor):
         return AutogradPasses(stage_module) if named is None else ProgramPasses(stage_module, named)
 
     def _target(self, action: Action) -> Target | None:
-        """For programs that end in the loss."""
+        """Returns what programs that end in the loss need; None for others."""
         if self.sharding is None or action.stage != self.last_stage:
             return None
         return Target.of(self.data.target(action.minibatch))
@@ -165,7 +162,7 @@ class Executor(ForwardExecutor):
         self._backward_weight(action)
 
     def _backward_input(self, action: Action, whole: RoundGradients | None = None) -> None:
-        """First half: computes the gradients of what was received, which can then be sent.
+        """Computes, as the first half, the gradients of what was received, which can then be sent.
 
         Afterwards nothing is held but what the second half needs, and what is to be sent.
         """
@@ -181,7 +178,7 @@ class Executor(ForwardExecutor):
         self._recycle(state, lambda tensor: passes.holds(tensor, state.gradients.values()))
 
     def _backward_weight(self, action: Action) -> None:
-        """Second half: adds the gradients of the parameters to the round."""
+        """Adds, as the second half, the gradients of the parameters to the round."""
         state = self.states[action.minibatch]
         assert state.passes is not None
         with computing(action):
@@ -189,7 +186,7 @@ class Executor(ForwardExecutor):
         self._release(action.minibatch, state)
 
     def _gradients(self, action: Action) -> RoundGradients:
-        """Of the round, to which the backward pass of a minibatch adds its own."""
+        """Returns those of the round, to which the backward pass of a minibatch adds its own."""
         version = self.states[action.minibatch].version
         assert version is not None
         last = action.minibatch in self.closing
@@ -273,7 +270,7 @@ class Executor(ForwardExecutor):
 
 
 def _closing(actions: Sequence[Action]) -> set[int]:
-    """The minibatches whose backward pass is the last one of this worker before an all-reduce."""
+    """Returns the minibatches whose backward pass is the last before an all-reduce."""
     closing, last = set(), None
     for action in actions:
         if action.kind in ENDS_BACKWARD:

@@ -38,7 +38,7 @@ class Minibatches(Protocol):
     def target(self, minibatch: int) -> Any: ...
 
     def peek(self, minibatch: int) -> Batch:
-        """One whose turn is still to come."""
+        """Returns one whose turn is still to come."""
 
 
 @contextmanager

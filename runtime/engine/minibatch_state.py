@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipedream.capture.segment import Segment
 from pipedream.comm.transport import Message
-from pipedream.runtime.engine.passes.passes import Passes
+from pipedream.runtime.engine.passes import Passes
 from pipedream.runtime.optim.weights import Version
 from pipedream.schedule.channel import Channel
 

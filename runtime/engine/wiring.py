@@ -60,7 +60,7 @@ class Wiring:
         per_update: int = 1,
         sharding: StageSharding | None = None,
     ) -> Executor:
-        """What trains a stage of this rank."""
+        """Returns what trains a stage of this rank."""
         return Executor(
             stage_modules=stage_modules,
             transport=self.transport,
@@ -85,7 +85,7 @@ class Wiring:
         self.transport.begin_sum(tensor, None).wait()
 
     def total(self, values: Iterable[Tensor]) -> Tensor:
-        """The sum of the values of all ranks, as a float64 scalar."""
+        """Returns the sum of the values of all ranks, as a float64 scalar."""
         total = torch.zeros(1, dtype=torch.float64, device=self.rng.device)
         for value in values:
             total += value.detach().to(self.rng.device)

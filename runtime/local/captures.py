@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.checks.equivalence import Tolerance, check_equivalence
@@ -35,7 +35,7 @@ class Captures:
     `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
     `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out
     data, None if that is not asked for or cannot go through the pipeline.
-    `target`: that of a full minibatch. `model`: if minibatches vary in shape, to capture it for
+    `model`: if minibatches vary in shape, to capture it for
     others. `first`: the minibatch it was captured for. `tolerance`: by how much the passes of the
     pipeline may differ from the model's, if that was looked at.
     """
@@ -51,13 +51,9 @@ class Captures:
     model: nn.Module | None = None
     tolerance: Tolerance | None = None
 
-    @property
-    def target(self) -> Any:
-        return self.first.target
-
 
 def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
-    """The same on all ranks, but for `evaluation`. Raises UserError if the model is unsuitable."""
+    """Returns the same on all ranks, but for `evaluation`. Raises UserError if it cannot."""
     model = load_config_model(job.config, job.directory, names=examples.input_names)
     _check_config(job, examples, model)
     first = examples.first()
@@ -88,8 +84,8 @@ def _check_config(job: Job, examples: Examples, model: nn.Module) -> None:
     wanted = job.evaluate_only or (job.config.evaluate_every is not None and job.evaluate)
     if wanted and examples.held_out is None:
         option = "--evaluate-only" if job.evaluate_only else "evaluate_every"
-        told = f"{job.config.data.source} gives no held-out data"
-        raise UserError(f"{option}: {told}{': leave it out' * (not job.evaluate_only)}")
+        reason = f"{job.config.data.source} gives no held-out data"
+        raise UserError(f"{option}: {reason}{': leave it out' * (not job.evaluate_only)}")
     optimizer = make_optimizer(job.optimizer, dict(model.named_parameters()))
     LearningRate(job.config.scheduler, optimizer, job.directory)
 
@@ -108,13 +104,10 @@ def _check(
     loss = load_loss(job.config.loss, job.directory)
 
     def check(captured: Captured, batch: Batch) -> Tolerance | None:
-        return check_equivalence(
-            model,
-            captured,
-            batch.inputs,
-            {},
-            lambda output: loss(output, batch.target),
-        )
+        def loss_of(output: Any) -> Tensor:
+            return loss(output, batch.target)
+
+        return check_equivalence(model, captured, batch.inputs, {}, loss_of)
 
     if rest is not None:
         check(rest, first.first(examples))

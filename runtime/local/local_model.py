@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import choose_device
+from pipedream.graph.choices import DEFAULT_ORDER
+from pipedream.graph.errors import UserError
+from pipedream.graph.plan import workers_by_rank
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.local.captures import Captures, capture_all
 from pipedream.runtime.local.local_stage import LocalStage
-from pipedream.runtime.local.order_check import check_stages
 from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.training_segment import training_segments, whole_updates
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_forms import CapturedStages
-from pipedream.schedule.action import Action, Worker
+from pipedream.schedule.action import Action, StageLink, Worker
+from pipedream.schedule.checker import UnsoundError, check_ranks
 from pipedream.schedule.schedule import Schedule
 
 
@@ -68,13 +72,13 @@ class LocalModel:
             self.evaluation.join_meshes(trained)
 
     def _mesh_device(self, worker: Worker) -> int:
-        """Which device of the stage's mesh this rank is."""
+        """Returns which device of the stage's mesh this rank is."""
         stage, replica = worker
         team = self.job.plan.rank_assignment[stage][replica]
         return team.ranks.index(self.rank_info.rank)
 
     def _forms(self, captures: Captures) -> CapturedStages | None:
-        """The stages of this rank in other forms, if minibatches vary in shape."""
+        """Returns the stages of this rank in other forms, if minibatches vary in shape."""
         if captures.model is None:
             return None
         return CapturedStages(
@@ -97,11 +101,11 @@ class LocalModel:
 
     @cache  # noqa: B019 - lives as long as the process
     def actions(self, minibatches: int) -> Sequence[Action]:
-        """What this rank does in so many minibatches; the passes of the others are not kept."""
+        """Returns what this rank does in so many minibatches; others' passes are not kept."""
         return self.schedule(minibatches).actions(*self.workers)
 
     def schedule(self, minibatches: int) -> Schedule:
-        """Of that many minibatches, from an empty pipeline to an empty one."""
+        """Returns that of so many minibatches, from an empty pipeline to an empty one."""
         return Schedule(self.job.spec(links(self.interfaces), self.tied), minibatches)
 
     @property
@@ -109,3 +113,44 @@ class LocalModel:
         """The minibatches of the longest segment."""
         whole = self.examples.minibatches
         return min(self.job.segment_minibatches or whole, whole)
+
+
+_MOST_CHECKED = 1_000
+"""Minibatches of an order that is proved sound before a run: they take less than a second."""
+
+
+def check_stages(
+    job: Job, links: Sequence[StageLink], tied: Mapping[str, Sequence[int]], minibatches: int
+) -> None:
+    """Checks a run whose epochs have so many minibatches, for stages with these `links`.
+
+    `tied`: the stages that hold a parameter, by its name, where there are several. Raises UserError
+    where they cannot learn it together, or the ranks would wait for one another.
+    """
+    _check_tied(job, tied)
+    if job.order != DEFAULT_ORDER:
+        spec, most = job.spec(links, tied), whole_updates(_MOST_CHECKED, job.policy)
+        segments = training_segments(minibatches, job.segment_minibatches)
+        for count in {min(len(segment), most) for segment in segments}:
+            _check_order(job, Schedule(spec, count))
+
+
+def _check_tied(job: Job, tied: Mapping[str, Sequence[int]]) -> None:
+    teams = job.plan.rank_assignment
+    ranks = [[rank for team in stage for rank in team.ranks] for stage in teams]
+    for name, stages in tied.items():
+        problem = job.policy.unshared(name, stages, ranks)
+        if problem is not None:
+            raise UserError(problem)
+
+
+def _check_order(job: Job, schedule: Schedule) -> None:
+    workers = workers_by_rank(job.plan.rank_assignment)
+    try:
+        actions = {rank: schedule.actions(*own) for rank, own in workers.items()}
+        check_ranks(schedule, actions, job.plan.rank_assignment)
+    except (UnsoundError, AssertionError) as error:
+        problem = (str(error) or "it does not fit").splitlines()[0]
+        raise UserError(
+            f"order {job.order} of the plan, for {schedule.minibatches} minibatches: {problem}"
+        ) from error

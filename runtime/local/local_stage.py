@@ -109,15 +109,15 @@ class LocalStage:
         target = None
         if loss is not None:
             whole.end_in(loss)
-            target = Target.of(captures.target, self.rng.device)
+            target = Target.of(captures.first.target, self.rng.device)
         whole.program.on_mesh(dict(self.module.named_parameters()), values, target)
         sharding.divide(self.module)
         return sharding
 
     def _has_copies_in_parts(self, tied: Mapping[str, Sequence[int]]) -> bool:
-        """Whether a parameter may be in parts of other shapes in another stage, where each element
-        is to remain the same: a fused kernel of the CPU rounds the last elements of a tensor in
-        another way than those before them.
+        """Returns whether a parameter may be in parts of other shapes in another stage, where each
+        element is to remain the same: a fused kernel of the CPU rounds the last elements of a
+        tensor in another way than those before them.
         """
         holders = {stage for stages in tied.values() for stage in stages}
         on_mesh = any(self.job.plan.stages[stage].mesh is not None for stage in holders)
@@ -134,7 +134,7 @@ class LocalStage:
     def make_stepping(
         self, tied: Mapping[str, Sequence[int]], team_sum: Callable[[torch.Tensor], None]
     ) -> StageStepping:
-        """The steps of its optimizer.
+        """Returns the steps of its optimizer.
 
         In a norm over all ranks, a parameter counts once: in the first replica, and where several
         stages hold it (`tied`), in the first of them. Of the devices of a mesh each counts its
@@ -183,17 +183,17 @@ class LocalStage:
         return None if self.sharding.device else (_present(model), _present(optimizer))
 
     def region(self, name: str, shape: tuple[int, ...]) -> Region | None:
-        """What this rank holds of a tensor that goes with a parameter or a buffer; None for all."""
+        """Returns what this rank holds of a tensor of a parameter or a buffer; None for all."""
         return None if self.sharding is None else self.sharding.region(name, shape)
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Of a parameter or a buffer."""
+        """Returns the shape of all of a parameter or a buffer."""
         if self.sharding is not None and name in self.sharding.shapes:
             return self.sharding.shapes[name]
         return tuple(self.saved[name].shape)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What it holds between epochs."""
+        """Yields what it holds between epochs."""
         yield from self.module.parameters()
         yield from self.module.buffers()
         yield from state_tensors(self.optimizer, self.parameters).values()

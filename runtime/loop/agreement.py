@@ -71,12 +71,12 @@ class Agreement:
             self._compare("minibatches", inputs, remedy)
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on a rank has only these up to date."""
+        """Says that from now on a rank has only these up to date."""
         self.trained = {id(parameter): parameter for parameter in parameters}
         self.gathered = False
 
     def note_gathered(self) -> None:
-        """All ranks have everything up to date."""
+        """Says that all ranks have everything up to date."""
         self.gathered = True
 
     def _is_stale(self, own: Iterable[nn.Parameter]) -> bool:
@@ -86,7 +86,7 @@ class Agreement:
         return any(id(parameter) in old for parameter in own)
 
     def _compare_models(self, fresh: Mapping[str, Tensor]) -> None:
-        """Of what was compared before a rank has only its own stages up to date."""
+        """Compares what is new: of the rest a rank has only its own stages up to date."""
         placeholder = torch.zeros(())
         values = [fresh.get(name, placeholder) for name, _ in self.model.named_parameters()]
         if self.compared:

@@ -53,11 +53,12 @@ class MinibatchEvaluation:
     loss_function: WeightedLoss
 
     def loss(self) -> Tensor:
-        """The mean loss, on all ranks."""
+        """Returns the mean loss, on all ranks."""
         return self._run(EvaluationExecutor)[0]
 
     def outputs(self, with_loss: bool) -> tuple[Tensor | None, Any]:
-        """The mean loss, unless there is none; what the model returns, on the CPU of all ranks.
+        """Returns the mean loss, unless there is none; what the model returns, on the CPU of all
+        ranks.
 
         Raises UserError if a tensor does not have the examples as its first dimension.
         """
@@ -82,7 +83,7 @@ class MinibatchEvaluation:
         return self.wiring.total([loss]), executors
 
     def _joined(self, returned: Mapping[int, Any]) -> Any:
-        """The output of the minibatch, from those that this rank has of its microbatches."""
+        """Returns the output of the minibatch, from what this rank has of its microbatches."""
         every: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(every, dict(returned))
         of_number = {number: each for there in every for number, each in there.items()}
@@ -93,8 +94,8 @@ class MinibatchEvaluation:
 
 
 def _joined(leaves: Sequence[Any], sizes: Sequence[int], parts: Sequence[float]) -> Any:
-    """The leaf of the whole. `sizes`: the examples of each microbatch; `parts`: how much each
-    counts in a scalar, such as a loss.
+    """Returns the leaf of the whole. `sizes`: the examples of each microbatch; `parts`: how much
+    each counts in a scalar, such as a loss.
     """
     if not isinstance(leaves[0], Tensor):
         return leaves[0]

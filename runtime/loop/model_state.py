@@ -7,7 +7,7 @@ made of the attributes of modules. It reads the very tensors that the model had.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,19 +26,13 @@ class ModelState:
     """
 
     items: tuple[tuple[str, Any], ...]
-    kept: tuple[Any, ...]
+    kept: tuple[Any, ...] = field(compare=False)
 
     @staticmethod
     def of(model: nn.Module) -> ModelState:
         look = _Look()
         items = tuple(item for path, module in model.named_modules() for item in look(path, module))
         return ModelState(items, tuple(look.kept.values()))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModelState) and self.items == other.items
-
-    def __hash__(self) -> int:
-        return hash(self.items)
 
 
 class _Look:
@@ -73,8 +67,8 @@ class _Look:
         return self._identity(tensor), *kind
 
     def _value(self, value: Any) -> Any:
-        """A plain value as it is, with its type: 1 is equal to True. Likewise containers, by what
-        is in them: torch.export puts copies in their places. Everything else by its identity, and
+        """Returns a plain value as it is, with its type: 1 is equal to True; containers by what is
+        in them, as torch.export puts copies in their places; everything else by its identity, and
         objects that have nothing but data also by these.
         """
         if isinstance(value, _PLAIN):
@@ -83,11 +77,11 @@ class _Look:
             return self.known[id(value)]
         if isinstance(value, Tensor):  # a constant of the capture
             return *self._tensor(value), None if value.is_inference() else value._version
-        own = self._identity(value)
-        self.known[id(value)] = own  # it may contain itself
-        kind = type(value) if isinstance(value, (dict, *_CONTAINERS)) else own
-        self.known[id(value)] = found = (kind, self._content(value))
-        return found
+        identity = self._identity(value)
+        self.known[id(value)] = identity  # it may contain itself
+        kind = type(value) if isinstance(value, (dict, *_CONTAINERS)) else identity
+        self.known[id(value)] = state = (kind, self._content(value))
+        return state
 
     def _content(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -98,7 +92,7 @@ class _Look:
             return tuple(self._value(each) for each in value)
         if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
             return None
-        own = vars(value)
-        if not all(isinstance(each, (*_PLAIN, *_CONTAINERS, dict)) for each in own.values()):
+        attributes = vars(value)
+        if not all(isinstance(each, (*_PLAIN, *_CONTAINERS, dict)) for each in attributes.values()):
             return None  # no record of settings
-        return tuple((name, self._value(each)) for name, each in own.items())
+        return tuple((name, self._value(each)) for name, each in attributes.items())

@@ -44,7 +44,7 @@ class SplitMinibatch:
         return Sizes(sum(map(len, self.calls)), len(self.calls[0]))
 
     def times(self, factors: Sequence[float]) -> SplitMinibatch:
-        """Each microbatch counts so many times as much."""
+        """Returns it with each microbatch counting so many times as much."""
         pairs = zip(self.factors, factors, strict=True)
         return replace(self, factors=[one * other for one, other in pairs])
 
@@ -82,8 +82,8 @@ class WeightedLoss:
 
 
 def _uncounted(output: Any, value: float) -> Tensor:
-    """The loss of a microbatch in which nothing counts, such as one without labels: its mean would
-    be 0 / 0. All gradients are zero.
+    """Returns the loss of a microbatch in which nothing counts, such as one without labels: its
+    mean would be 0 / 0. All gradients are zero.
     """
     loss = torch.tensor(value)
     for tensor in pytree.tree_leaves(output):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pipedream.capture.captured import Captured
+from pipedream.capture.checks.equivalence import as_double
 from pipedream.graph.choices import ScheduleName
-from pipedream.runtime.stages.partition import interfaces, links, tied
+from pipedream.runtime.stages.partition import holds_first, interfaces, links, tied
 from pipedream.runtime.stages.stage_forms import Call, CapturedStages, StageForms
+from pipedream.schedule.action import Worker
 from pipedream.schedule.spec import PipelineSpec
 
 
@@ -50,19 +52,40 @@ class StagedModel:
         )
 
     def forms_of(self, stage: int, calls: Sequence[Call]) -> StageForms:
-        """One stage for the microbatches of a minibatch, each of which was captured before."""
+        """Returns a stage for the microbatches of a minibatch, which were captured before."""
         return StageForms.of_each([self.forms.of(call)[stage] for call in calls])
 
     def parameters(self, stage: int) -> dict[str, Parameter]:
-        """Of one stage, by their names in the model."""
+        """Returns those of one stage, by their names in the model."""
         return dict(self.forms.originals[stage].piece.module.named_parameters())
 
     def buffers(self, stage: int) -> dict[str, Tensor]:
-        """Those of the model, without the constants of a capture."""
+        """Returns those of the model, without the constants of a capture."""
         names = {name for name, _ in self.forms.model.named_buffers()}
         buffers = self.forms.originals[stage].piece.module.named_buffers()
         return {name: buffer for name, buffer in buffers if name in names}
 
+    def clip_gradients(
+        self,
+        workers: Sequence[Worker],
+        max_norm: float,
+        total: Callable[[list[Tensor]], Tensor],
+    ) -> Tensor:
+        """Scales the gradients of this rank's `workers` as torch.nn.utils.clip_grad_norm_ does
+        those of the whole model; returns what the norm was. `total` adds up values of all ranks.
+        """
+        gradients = [
+            (parameter.grad, replica == 0 and holds_first(name, stage, self.tied))
+            for stage, replica in workers
+            for name, parameter in self.parameters(stage).items()
+            if parameter.grad is not None
+        ]
+        norm = total([as_double(own).square().sum() for own, counts in gradients if counts]).sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient, _ in gradients:
+            gradient.mul_(factor)
+        return norm
+
     def tensors(self, stage: int) -> dict[str, Tensor]:
-        """The parameters and buffers of one stage."""
+        """Returns the parameters and buffers of one stage."""
         return {**self.parameters(stage), **self.buffers(stage)}

@@ -226,10 +226,10 @@ class Job:
 
     def check_microbatches(self) -> None:
         """Raises UserError if the schedule needs more of them than the run config has."""
-        least, given = self.policy.least_microbatches, self.config.microbatches
-        if given < least:
+        least, count = self.policy.least_microbatches, self.config.microbatches
+        if count < least:
             raise UserError(
-                f"schedule {self.schedule}: the run config has microbatches: {given}, and stages of"
+                f"schedule {self.schedule}: the run config has microbatches: {count}, and stages of"
                 f" {', '.join(map(str, self.plan.replicas))} workers need at least {least}, as many"
                 f" as are in flight: write microbatches: {least} or more"
             )

@@ -32,7 +32,7 @@ class Position:
 
     @staticmethod
     def of(name: str) -> Position | None:
-        """The position that prints as `name`."""
+        """Returns the position that prints as `name`."""
         match = _NAME.fullmatch(name)
         return None if match is None else Position(int(match[1]), int(match[2] or 0))
 

@@ -104,7 +104,7 @@ def crossings(
 
 
 def _taken(captured: Captured, stage: Stage, interface: StageInterface) -> dict[str, Placements]:
-    """How a stage takes the values whose places its plan says."""
+    """Returns how a stage takes the values whose places its plan says."""
     if stage.mesh is None or stage.placements is None:
         return {}
     requested = stage.placements.requests(len(stage.mesh)).values
@@ -120,16 +120,16 @@ def _taken(captured: Captured, stage: Stage, interface: StageInterface) -> dict[
 def _leaving(
     plan: Plan, source: StageInterface, taken: Mapping[int, Mapping[str, Placements]], value: Value
 ) -> Placements:
-    """As all take it who have meshes like that of the source; else whole."""
+    """Returns how all take it who have meshes like that of the source; else whole."""
     here = plan.stages[source.stage]
     readers = [stage for stage, values in source.sends.items() if value in values]
-    ways = {
+    requested = {
         taken[stage].get(value.name, _whole(here))
         for stage in readers
         if plan.stages[stage].mesh == here.mesh
     }
-    alike = len(ways) == 1 and all(plan.stages[stage].mesh == here.mesh for stage in readers)
-    return ways.pop() if alike else _whole(here)
+    alike = len(requested) == 1 and all(plan.stages[stage].mesh == here.mesh for stage in readers)
+    return requested.pop() if alike else _whole(here)
 
 
 def _whole(stage: Stage) -> Placements:
@@ -144,7 +144,7 @@ def _side(stage: Stage, placements: Placements) -> Side:
 def _transfers(
     shape: tuple[int, ...], element_bytes: int, source: Side, target: Side, cluster: Cluster
 ) -> TileTransfers:
-    """The devices of the target gather what they hold alike where that is the faster way."""
+    """Lets the devices of the target gather what they hold alike where that is faster."""
     sides = (source.mesh, source.placements), (target.mesh, target.placements)
     try:
         direct, shared = (match_tiles(shape, *sides, gather=gather) for gather in (False, True))
@@ -155,7 +155,8 @@ def _transfers(
     between = cluster.link(cluster.level(source.ranks[0], target.ranks[0]))
     links = LinkedMesh.of(target.mesh, target.ranks, cluster).links
     seconds = [
-        float(between.seconds(max(ways.sent(element_bytes).values()))) for ways in (direct, shared)
+        float(between.seconds(max(transfers.sent(element_bytes).values())))
+        for transfers in (direct, shared)
     ]
     gathered = max(shared.gathered(element_bytes).values())
     seconds[1] += max(float(link.seconds(gathered)) for link in links)

@@ -203,7 +203,7 @@ def source_text(captured: Captured, plan: Plan, interface: StageInterface, piece
 
 
 def _body(captured: Captured, piece: Segment) -> list[str]:
-    """The generated forward, each graph node under a comment that names it."""
+    """Returns the generated forward, each graph node under a comment that names it."""
     lines: list[str] = []
     last = ""
     for line in piece.module.code.strip("\n").splitlines():

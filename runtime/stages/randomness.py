@@ -36,7 +36,7 @@ class MinibatchRng:
             torch.default_generator.manual_seed(number)
 
     def apart(self) -> AbstractContextManager[None]:
-        """A context for passes, after which the user's code draws on as if there had been none."""
+        """Returns a context for passes, which leaves the random numbers of others as they are."""
         return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
 

@@ -106,19 +106,19 @@ class CapturedStages:
     known: dict[int, dict[int, StageModule]] = field(default_factory=dict)
 
     def begin(self, data: Peeking) -> None:
-        """From now on minibatches are those of these data, by their numbers."""
+        """Says that from now on minibatches are those of these data, by their numbers."""
         if data is not self.data:
             self.data, self.known = data, {}
 
     def of_minibatch(self, minibatch: int) -> dict[int, StageModule]:
-        """The stages for a minibatch of the data; once asked for by one stage, for all."""
+        """Returns the stages for a minibatch of the data; once asked for by one stage, for all."""
         if minibatch not in self.known:
             assert self.data is not None
             self.known[minibatch] = self.of(Call(self.data.peek(minibatch).inputs, {}))
         return self.known[minibatch]
 
     def of(self, call: Call) -> dict[int, StageModule]:
-        """The stages for calls of this kind, by number."""
+        """Returns the stages for calls of this kind, by number."""
         if call.kind not in self.forms:
             with _on_cpu(self.model):
                 model, args, kwargs = self.model, call.args, call.kwargs
@@ -156,7 +156,7 @@ class StageForms:
 
     @staticmethod
     def of_each(forms: Sequence[StageModule]) -> StageForms:
-        """The form of each minibatch, in their order."""
+        """Returns the form of each minibatch, in their order."""
         return StageForms(forms[0], dict(enumerate(forms)))
 
     @property

@@ -74,9 +74,9 @@ def make_compute(piece: Segment, precision: Precision, backend: str | None) -> C
 
 
 def _not_a_leaf(received: Tensor) -> Tensor:
-    """Another name of a tensor from another stage. Of leaves autocast makes one copy for all that
-    read them, in which their gradients would add up in the lower type; in the plain model this is
-    no leaf.
+    """Returns another name of a tensor from another stage. Of leaves autocast makes one copy for
+    all that read them, in which their gradients would add up in the lower type; in the plain model
+    this is no leaf.
     """
     return received.view_as(received) if received.requires_grad else received
 

@@ -92,8 +92,8 @@ class StageProgram:
     def state(
         self, tensors: Mapping[str, Tensor], named: NamedProgram | None = None
     ) -> dict[str, Tensor]:
-        """The parameters and buffers, for a program: `tensors`, and of the module those not among
-        them.
+        """Returns the parameters and buffers, for a program: `tensors`, and of the module those not
+        among them.
         """
         constants = {} if named is None else named.constants
         return {**dict(self.piece.module.named_buffers()), **constants, **tensors}
@@ -105,7 +105,7 @@ class StageProgram:
         values: Mapping[str, Tensor],
         target: Target,
     ) -> NamedProgram | None:
-        """None for a loss that looks at values or differs from call to call, or is wrong."""
+        """Returns None for a loss that looks at values, differs from call to call, or is wrong."""
         names = loss.inputs(self.piece, target)
         end = loss.end(self.piece, names, target)
         try:
@@ -125,8 +125,9 @@ class StageProgram:
         state, sharding = self.state(tensors), self.sharding
         known = [values[name] for name in inputs]
         if sharding is not None:
-            state = {name: sharding.whole_like(name, tensor) for name, tensor in state.items()}
-            known = [self._whole(name, values[name]) for name in inputs]
+            of_values = self.crossings.shapes
+            state = {name: _of_shape(sharding.shape(name), t) for name, t in state.items()}
+            known = [_of_shape(of_values.get(name), values[name]) for name in inputs]
         wants = [tensor.requires_grad for tensor in known]
         precision = self.precision.computing()
         traced = joint(self.piece.module, state, known, wants, precision, end)
@@ -142,16 +143,16 @@ class StageProgram:
         constants = sharding.constants(assignment, self.piece.module)
         return NamedProgram(Program(localized, self._compiled), inputs, outputs, constants)
 
-    def _whole(self, name: str, value: Tensor) -> Tensor:
-        """A tensor of the shape of all devices' parts of a received value, to trace with."""
-        shape = self.crossings.shapes.get(name, tuple(value.shape))
-        if shape == tuple(value.shape):
-            return value
-        like = torch.empty(shape, dtype=value.dtype, device=value.device)
-        return like.requires_grad_(value.requires_grad)
-
     def _compiled(self, part: fx.GraphModule) -> Callable[..., Any]:
         if self.backend is None:
             return part.forward
         run: Callable[..., Any] = torch.compile(part, backend=self.backend, dynamic=False)
         return run
+
+
+def _of_shape(shape: tuple[int, ...] | None, part: Tensor) -> Tensor:
+    """Returns a tensor of the shape of all devices' parts, to trace with; `part` if it is that."""
+    if shape is None or shape == tuple(part.shape):
+        return part
+    whole = torch.empty(shape, dtype=part.dtype, device=part.device)
+    return whole.requires_grad_(part.requires_grad)

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pipedream.capture.programs.description import describe
+from pipedream.capture.programs.divisible import divisible
 from pipedream.capture.programs.joint import Joint
 from pipedream.capture.programs.localize import BoundaryPlacements, localize
-from pipedream.capture.programs.means import divisible
 from pipedream.comm.redistribute import extract
 from pipedream.comm.teams import TeamGroups
 from pipedream.comm.tied_sums import GradientPart
@@ -84,7 +83,7 @@ class StageSharding:
     def _output_placements(
         self, outputs: Sequence[str], crossings: Crossings
     ) -> dict[str, Placements]:
-        """By number of an output: as it crosses to another stage; whole, if it does not."""
+        """Returns by number of an output how it crosses to another stage; whole if it does not."""
         return {
             str(number): crossings.sent.get(name, self.everywhere)
             for number, name in enumerate(outputs)
@@ -97,7 +96,7 @@ class StageSharding:
         leaving: Mapping[str, Placements],
         crossings: Crossings,
     ) -> dict[str, Placements]:
-        """How inputs and gradients of outputs are placed."""
+        """Returns how inputs and gradients of outputs are placed."""
         requested = self.requests.values
         of_inputs = {
             key: crossings.received.get(name, requested.get(key, self.everywhere))
@@ -107,9 +106,7 @@ class StageSharding:
         return of_inputs | tangents
 
     def _gradients(self) -> dict[str, Placements]:
-        """How all forms give the gradients of parameters, which are added to each other: as the
-        first did.
-        """
+        """Returns how all forms give the gradients of parameters, to add them up: as the first."""
         return {
             name: tuple(
                 Partial() if axis in axes else own for axis, own in enumerate(self.placed[name])
@@ -182,22 +179,19 @@ class StageSharding:
         return any(each != Replicate() for each in self.placed.get(name, ()))
 
     def counts(self, name: str) -> bool:
-        """Whether this device adds its part of a gradient to a norm: of equal ones the first."""
+        """Returns whether this device counts its part in a norm: of equal ones the first does."""
         return self._part(name, self.placed[name]).counts
 
     def gradient_part(self, name: str) -> GradientPart:
-        """What it has of the gradient of a parameter before that is added up."""
+        """Returns what it has of the gradient of a parameter before that is added up."""
         return self._part(name, self._gradients().get(name, self.placed[name]))
 
     def _part(self, name: str, placements: Placements) -> GradientPart:
         return GradientPart.of(self.shapes[name], self.mesh.sizes, placements, self.device)
 
-    def whole_like(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of the whole's shape with any values, to trace with."""
-        if not self.is_divided(name):
-            return tensor
-        like = torch.empty(self.shapes[name], dtype=tensor.dtype, device=tensor.device)
-        return like.requires_grad_(tensor.requires_grad)
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape of the whole of what is divided, else None."""
+        return self.shapes[name] if self.is_divided(name) else None
 
     def divide(self, module: nn.Module) -> None:
         """Replaces what is divided of a module's parameters and buffers by this device's parts."""
@@ -226,7 +220,7 @@ class StageSharding:
         return parts
 
     def region(self, name: str, shape: tuple[int, ...]) -> Region | None:
-        """What this device holds of a tensor that goes with a parameter, if not all of it."""
+        """Returns what this device holds of a tensor that goes with a parameter, if not all."""
         if not self.is_divided(name) or shape != self.shapes[name]:
             return None
         return self._region(shape, self.placed[name])

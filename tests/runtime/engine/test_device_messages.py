@@ -9,7 +9,7 @@ from sharded_runs import Case, captured, sharded_plan
 
 from pipedream.graph.placements.placement import Mesh, device_count
 from pipedream.graph.plan import Plan
-from pipedream.runtime.engine.device_messages import DeviceMessages
+from pipedream.runtime.engine.value_exchange import DeviceMessages
 from pipedream.runtime.stages.crossings import Crossings, crossings
 from pipedream.runtime.stages.partition import interfaces
 from pipedream.schedule.action import Action, Kind
@@ -59,7 +59,7 @@ def test_both_ends_agree(one: Mesh | None, other: Mesh | None, slow: bool, divid
             assert senders[a].parts.get(b) == receivers[b].parts.get(a)
         for device, messages in enumerate(receivers):
             assert messages.parts, "each device waits for another"
-            for number, held in enumerate(messages.held):
+            for number, held in enumerate(messages.regions):
                 sent = [p for parts in messages.parts.values() for p in parts if p.number == number]
                 gathered = [t for t in messages.gathers[number] if t.target == device]
                 assert sum(each.region.size for each in (*sent, *gathered)) == held.size
@@ -77,7 +77,7 @@ def test_the_rest_is_gathered_where_that_is_faster() -> None:
     assert direct.is_direct
     assert not shared.is_direct
     ((part,),) = shared.parts.values()
-    assert 2 * part.region.size == shared.held[0].size
+    assert 2 * part.region.size == shared.regions[0].size
 
 
 def test_what_both_stages_divide_alike_crosses_in_parts() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipedream.runtime.engine.minibatch_state import MinibatchState
-from pipedream.runtime.engine.passes.program_passes import ProgramPasses
+from pipedream.runtime.engine.passes import ProgramPasses
 from pipedream.schedule.action import Action, Kind
 
 
