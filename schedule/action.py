@@ -42,9 +42,6 @@ SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
-BEGINS_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
-"""What waits for the gradients of later stages, and makes those for earlier ones."""
-
 ENDS_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """After it the minibatch is no longer in flight and no longer needs its version of the weights. The
 last one of a round ends the round."""

@@ -29,9 +29,7 @@ class Channel(NamedTuple):
 
     @staticmethod
     def of(action: Action, assignment: RankAssignment, device: int = 0, peer: int = 0) -> Channel:
-        """Returns the channel of a send or a receive between this device of the worker and one of
-        its peer.
-        """
+        """Returns the channel of a message between this device and one of the peer."""
         assert action.peer is not None
         stage, replica = action.peer
         here = assignment[action.stage][action.replica].ranks[device]
@@ -52,9 +50,7 @@ class Channel(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """Returns a number that no other channel between the two ranks has: 31 bits, a limit of
-        gloo.
-        """
+        """Returns a number of its own between the two ranks: 31 bits, a limit of gloo."""
         source, target = self.link
         assert target < _MOST_STAGES
         return 2 * (source * _MOST_STAGES + target) + self.is_gradient

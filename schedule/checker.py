@@ -245,7 +245,6 @@ class _Replay:
         return True
 
     def _check_version(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
-        """Checks the version of a backward pass. Raises UnsoundError."""
         version = state.in_flight.get(action.minibatch)
         if version is None:
             raise self._unsound(worker, "backward without a forward")

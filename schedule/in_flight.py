@@ -95,9 +95,7 @@ def _place(between: float, forward: float, backward: float, turn: float) -> tupl
 
 
 def steady_in_flight(replicas: Sequence[int], synchronized: bool) -> tuple[int, ...]:
-    """Returns `useful_in_flight`, where all workers share the work equally and messages take no
-    time.
-    """
+    """Returns `useful_in_flight` where workers are equally busy and messages take no time."""
     links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
     pace = StageTimes(period=2, forward=replicas, backward=replicas, update=[0] * len(replicas))
     return useful_in_flight(replicas, pace, links, synchronized)

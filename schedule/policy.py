@@ -103,9 +103,7 @@ class Policy(ABC):
 
     @property
     def least_microbatches(self) -> int:
-        """Returns the number of microbatches with fewer of which passes would wait for versions in
-        the steady state.
-        """
+        """Returns the fewest microbatches with which no pass waits for a version."""
         return 1
 
     def unshared(
@@ -200,9 +198,7 @@ class DoubleBuffered(Policy):
 
 
 class Flush(Policy):
-    """1F1B with a flush: the pipeline empties after every m minibatches and updates; equal to
-    training the plain model on batches of m minibatches.
-    """
+    """1F1B with a flush every m minibatches: equal to plain training on batches of m."""
 
     synchronized = False
     drains = True

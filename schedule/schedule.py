@@ -18,22 +18,13 @@ from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from pipedream.graph.choices import DEFAULT_ORDER
-from pipedream.schedule.action import (
-    ENDS_BACKWARD,
-    RECEIVES,
-    Action,
-    Kind,
-    StageLink,
-    Worker,
-    show_worker,
-)
+from pipedream.schedule.action import ENDS_BACKWARD, RECEIVES, Action, Kind, StageLink, Worker
+from pipedream.schedule.closing import sums_together, updates_together
 from pipedream.schedule.generate import ListScheduler, Step
-from pipedream.schedule.joint_norm import updates_together
 from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
 from pipedream.schedule.orders.passes import Arrival, Pass, received
 from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.spec import PipelineSpec
-from pipedream.schedule.sums_together import sums_together
 
 
 @dataclass(frozen=True)
@@ -104,30 +95,6 @@ class Schedule:
             for step in self.steps[worker]
             if step.kind is Kind.FORWARD
         }
-
-    def chart(self) -> str:
-        """Returns the passes as text: a row for each worker, a column for each unit of time.
-
-        For replicas (1, 1) and four minibatches, and for (1, 2) and three:
-
-            0  F0 F1 .  B0 F2 B1 F3 B2 .  B3
-            1  .  F0 B0 F1 B1 F2 B2 F3 B3
-
-            0    F0 F1 F2 .  .  .  B0 B1 .  .  B2
-            1    .  F0 -  B0 -  .  F2 -  B2 -
-            1.1  .  .  F1 -  B1 -
-        """
-        width = max(4, len(str(self.minibatches)) + 2)
-        lines = []
-        for worker, steps in self.steps.items():
-            takes = self.spec.replicas[worker[0]]
-            cells = ["."] * (steps[-1].time + takes if steps else 0)
-            for step in steps:
-                cells[step.time : step.time + takes] = ["-"] * takes
-                cells[step.time] = f"{step.kind}{step.minibatch}"
-            label = show_worker(worker).ljust(width)
-            lines.append((label + "".join(cell.ljust(width) for cell in cells)).rstrip())
-        return "\n".join(lines)
 
 
 Passes: TypeAlias = Iterable[tuple[Worker, Step]]
@@ -261,12 +228,13 @@ class _ActionWriter:
 
     def write(self, step: Step) -> None:
         _, kind, minibatch, version, source = step
+        stage, replica, add = self.stage, self.replica, self.actions.append
         if kind in RECEIVES:
-            replicas = self.schedule.spec.replicas[source]
-            self._receive(kind, minibatch, version, (source, minibatch % replicas))
+            peer = source, minibatch % self.schedule.spec.replicas[source]
+            self.received.add((kind, minibatch, peer))
+            add(Action(kind, stage, replica, minibatch, version, peer))
             return
         receive, sources, send, targets = self.messages[kind]
-        stage, replica, add = self.stage, self.replica, self.actions.append
         for peers in sources:
             peer = peers[minibatch % len(peers)]
             if (receive, minibatch, peer) in self.received:
@@ -280,10 +248,6 @@ class _ActionWriter:
         if kind in ENDS_BACKWARD:
             self.left -= 1
             self._close_rounds()
-
-    def _receive(self, kind: Kind, minibatch: int, version: int, peer: Worker) -> None:
-        self.received.add((kind, minibatch, peer))
-        self.actions.append(Action(kind, self.stage, self.replica, minibatch, version, peer))
 
     def _close_rounds(self) -> None:
         """Writes what closes the rounds that this worker has finished."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
-from pipedream.graph.plan import OrderTimes, Plan
+from pipedream.graph.plan import DraftPlan, OrderTimes
 from pipedream.schedule.action import StageLink, Worker
 
 
@@ -162,7 +162,7 @@ class PipelineSpec:
         return self.replicas[stage] > 1 or stage in self.tied or stage in self.teams
 
 
-def in_order_of(plan: Plan, spec: PipelineSpec) -> PipelineSpec:
+def in_order_of(plan: DraftPlan, spec: PipelineSpec) -> PipelineSpec:
     """Returns `spec` with the plan's order of passes, and all that the order depends on."""
     places, planned = plan.rank_map, plan.order_times
     times = None if planned is None else PassTimes.of(planned, spec.links, max(places) + 1)

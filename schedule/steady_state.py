@@ -94,9 +94,7 @@ def steady_window(timeline: Timeline, span: SteadySpan | None) -> tuple[float, f
 def longest_window(
     stage: Ints, minibatch: Ints, end: Floats, span: SteadySpan, begin: float = 0.0
 ) -> tuple[float, float]:
-    """Returns the same as `steady_window` of backward passes, given by arrays; `begin`: of the
-    first action.
-    """
+    """Returns `steady_window` of backward passes given by arrays; `begin`: the first action."""
     windows = []
     for number in range(stage.max(initial=-1) + 1):
         of_stage = stage == number
@@ -109,7 +107,5 @@ def longest_window(
 
 
 def bubble(busy: float, ranks: int, window: float) -> float:
-    """Returns the share of `ranks` times `window` seconds that is not among the `busy` seconds of
-    all.
-    """
+    """Returns the share of `ranks` times `window` seconds that is not `busy`."""
     return max(0.0, 1 - busy / (ranks * window)) if window else 0.0

@@ -49,27 +49,21 @@ def auto(spec: PipelineSpec, microbatches: int) -> Round:
     best, left = candidates[0], EFFORT
     for _, order in candidates:
         seconds, better, spent = improved(timing, order, min(left, EFFORT // _SHARES_OF_EFFORT))
-        best, left = (
-            min(best, (seconds, better), key=itemgetter(0)),
-            left - spent,
-        )
+        best = min(best, (seconds, better), key=itemgetter(0))
+        left -= spent
         if left <= 0:
             break
     chance = Random(0)
     for _ in range(_RESTARTS if left > 0 else 0):
         order = perturbed(timing, best[1], chance)
         seconds, better, spent = improved(timing, order, left)
-        best, left = (
-            min(best, (seconds, better), key=itemgetter(0)),
-            left - spent,
-        )
+        best = min(best, (seconds, better), key=itemgetter(0))
+        left -= spent
     return timing.round(best[1])
 
 
 def has_room(spec: PipelineSpec) -> bool:
-    """Tells whether each place has room for one microbatch of all its stages: less is no
-    pipeline.
-    """
+    """Tells whether each place has room for one microbatch of all its stages."""
     times = spec.pass_times
     limits = times.limit or (inf,) * len(spec.places)
     return all(

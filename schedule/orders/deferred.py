@@ -79,13 +79,10 @@ def _begin(spec: PipelineSpec, place: _Place, over: Mapping[Pass, float], patien
     if place.position == len(place.passes):
         return inf
     pass_, times = place.passes[place.position], spec.pass_times
-    full = pass_.kind is Kind.FORWARD and place.held + times.held[pass_.stage] > place.limit
-    if full:
+    if pass_.kind is Kind.FORWARD and place.held + times.held[pass_.stage] > place.limit:
         return place.now if place.owing else inf
-    ready = max(
-        (over.get(needed, inf) + delay for needed, delay in needs(spec, pass_)), default=0.0
-    )
-    begin = max(place.now, ready)
+    ready = (over.get(needed, inf) + delay for needed, delay in needs(spec, pass_))
+    begin = max(place.now, 0.0, *ready)
     if place.owing:
         enough = patience * seconds_of(times, place.owed[0])
         place.owing = begin - place.now > max(enough, _SAME * place.now)

@@ -59,25 +59,17 @@ class _Greedy:
         spec = timing.spec
         self.held = spec.pass_times.held
         self.end = [inf] * len(timing.passes)
-        ahead = self._one_forward_one_backward()
-        self.places = [
-            _Place(
-                stages,
-                min(timing.limit[place], max(rule.eager * ahead[place], self._least(stages))),
-                dict.fromkeys(stages, 0),
-                dict.fromkeys(stages, 0),
-            )
-            for place, stages in enumerate(spec.places)
-        ]
+        self.places = []
+        for place, stages in enumerate(spec.places):
+            least = self._least(stages)
+            # as many microbatches in flight as in 1F1B, times `eager`
+            most = max(rule.eager * ((len(spec.places) - place) * least), least)
+            begun = dict.fromkeys(stages, 0)
+            self.places.append(_Place(stages, min(timing.limit[place], most), begun, dict(begun)))
 
     def _least(self, stages: tuple[int, ...]) -> float:
+        """Returns the bytes of one microbatch in all of these stages."""
         return sum(self.held[stage] for stage in stages)
-
-    def _one_forward_one_backward(self) -> list[float]:
-        """Returns the bytes that a place holds if it has as many microbatches in flight as 1F1B."""
-        count = len(self.timing.spec.places)
-        places = self.timing.spec.places
-        return [(count - place) * self._least(stages) for place, stages in enumerate(places)]
 
     def has_room(self) -> bool:
         slack = self.timing.slack
@@ -151,15 +143,11 @@ class _Greedy:
         return (1, -stage, microbatch) if self.rule.deepest else (1, microbatch, -stage)
 
     def _ready(self, number: int) -> float:
-        ready = 0.0
-        for needed, delay in self.timing.needs[number]:
-            ready = max(ready, self.end[needed] + delay)
-        return ready
+        needs = self.timing.needs[number]
+        return max((self.end[needed] + delay for needed, delay in needs), default=0.0)
 
     def _has_room(self, place: _Place, stage: int, microbatch: int) -> bool:
-        """Tells whether the place has room for what is held, and what the microbatches up to this
-        one will still hold here.
-        """
+        """Tells whether the place has room for all that is coming, up to this microbatch."""
         coming = sum(
             self.held[other] * max(0, microbatch + 1 - place.forward[other])
             for other in place.stages

@@ -78,9 +78,7 @@ def improved(timing: Timing, order: Numbers, effort: int) -> tuple[float, Number
 
 
 class _Neighbour(NamedTuple):
-    """Holds an order a move away. `excess`: by how much its places hold too much, in parts of what
-    they may hold.
-    """
+    """An order a move away; `excess`: what places hold too much, in parts of their limits."""
 
     move: _Move
     order: Numbers
@@ -171,9 +169,7 @@ def _stays(timing: Timing, one: int, other: int) -> bool:
 def _blocks(
     timing: Timing, order: Numbers, begin: Times, end: Times
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (place, first, last position) of the longest runs of passes on longest paths that
-    follow one another on a place without a gap.
-    """
+    """Yields (place, first, last position) of the longest runs without a gap on longest paths."""
     critical = _critical(timing, order, begin, end)
     for place, sequence in enumerate(order):
         first = 0

@@ -57,9 +57,7 @@ def seconds_of(times: PassTimes, pass_: Pass) -> float:
 
 
 def whole_where_nothing_waits(spec: PipelineSpec, order: Round) -> Round:
-    """Joins the halves of a backward pass, one right after the other, where a stage sends no
-    gradients.
-    """
+    """Joins adjacent halves of a backward pass where a stage sends no gradients."""
     return [list(_joined(spec, passes)) for passes in order]
 
 
@@ -79,9 +77,7 @@ def _joined(spec: PipelineSpec, passes: Sequence[Pass]) -> Iterator[Pass]:
 
 
 def peaks(order: Round, stages: int) -> tuple[int, ...]:
-    """Returns the most microbatches that each stage has in flight, between forward pass and the end
-    of the backward pass.
-    """
+    """Returns the most microbatches of each stage between forward and end of backward pass."""
     most, in_flight = [0] * stages, [0] * stages
     for stage, kind, _ in (pass_ for passes in order for pass_ in passes):
         if kind is Kind.FORWARD:
@@ -90,23 +86,6 @@ def peaks(order: Round, stages: int) -> tuple[int, ...]:
         elif kind in ENDS_BACKWARD:
             in_flight[stage] -= 1
     return tuple(most)
-
-
-def held_bytes(order: Round, times: PassTimes) -> tuple[float, ...]:
-    """Returns the most bytes that each place holds at once, of all its stages."""
-    return tuple(max(_held(passes, times), default=0.0) for passes in order)
-
-
-def _held(passes: Sequence[Pass], times: PassTimes) -> Iterator[float]:
-    held_bytes = 0.0
-    for stage, kind, _ in passes:
-        if kind is Kind.FORWARD:
-            held_bytes += times.held[stage]
-        elif kind is Kind.BACKWARD_INPUT:
-            held_bytes -= times.held[stage] - times.kept[stage]
-        else:
-            held_bytes -= times.kept[stage] if kind is Kind.BACKWARD_WEIGHT else times.held[stage]
-        yield held_bytes
 
 
 class Arrival(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain
 from math import inf
 from typing import TypeAlias
 
@@ -53,8 +52,7 @@ class Timing:
 
     def _known(self, needed: Pass) -> int:
         """Returns the number of a pass, or of the whole one that it is the first half of."""
-        whole = needed._replace(kind=Kind.BACKWARD)
-        return self.number[needed if needed in self.number else whole]
+        return self.number[needed if needed in self.number else needed._replace(kind=Kind.BACKWARD)]
 
     def _holds(self, pass_: Pass) -> float:
         """Returns by how many bytes it changes what its place holds."""
@@ -87,9 +85,7 @@ class Timing:
         return self.excess(sequence) == 0
 
     def excess(self, sequence: Sequence[int]) -> float:
-        """Returns by how much a place would hold more than it may, in parts of that; 0 if it does
-        not.
-        """
+        """Returns what a place would hold too much, in parts of its limit; 0 if nothing."""
         if not sequence or self.limit[self.place[sequence[0]]] == inf:
             return 0.0
         held_bytes, most, limit = 0.0, 0.0, self.limit[self.place[sequence[0]]]
@@ -99,9 +95,7 @@ class Timing:
         return (most - limit) / limit if most > limit + self.slack else 0.0
 
     def play(self, order: Numbers, begins: Sequence[float]) -> tuple[Times, Times]:
-        """Returns when each pass begins and ends, as early as it can; `begins`: of the places.
-        Raises DeadlockError.
-        """
+        """Returns when each pass begins, at the earliest, and ends. Raises DeadlockError."""
         # begin(p) = max(end(b), max of end(q) + delay(q, p) over all q that p needs), where b comes
         # before p on its place; end(p) = begin(p) + seconds(p). A place goes on until its next pass
         # needs one that has no end yet, and again when that has: so each need is looked at a few
@@ -153,19 +147,6 @@ class Timing:
             end[sequence[-1]] - at for sequence, at in zip(order, before, strict=True) if sequence
         )
         return period, begin, end
-
-
-def timed(spec: PipelineSpec, order: Round) -> list[list[tuple[float, float]]]:
-    """Returns when each pass of each place begins and ends. Raises DeadlockError."""
-    timing = Timing(spec, chain.from_iterable(order))
-    begin, end = timing.play(timing.numbers(order), [0.0] * len(order))
-    return [[(begin[n], end[n]) for n in sequence] for sequence in timing.numbers(order)]
-
-
-def period(spec: PipelineSpec, order: Round) -> float:
-    """Returns the seconds of a round, as `Timing.seconds_of_round`."""
-    timing = Timing(spec, chain.from_iterable(order))
-    return timing.seconds_of_round(timing.numbers(order))[0]
 
 
 def halved(order: Round) -> Round:

@@ -19,13 +19,14 @@ weights fill what is left.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TypeAlias
 
 from pipedream.schedule.action import Kind
 from pipedream.schedule.orders.deferred import deferred
 from pipedream.schedule.orders.passes import Pass, Round
-from pipedream.schedule.spec import PassTimes, PipelineSpec
+from pipedream.schedule.spec import PipelineSpec
 
 _UNITS = 6
 """Forward and backward pass, in halves, of two stages."""
@@ -36,9 +37,7 @@ the second, and of their backward passes in the order in which a microbatch come
 
 
 def zb_v(spec: PipelineSpec, microbatches: int) -> Round:
-    """Makes an order with as much in flight as 1F1B has in its first stage, and no bubble where all
-    passes are alike.
-    """
+    """Makes an order with the peak of 1F1B, and no bubble where all passes are alike."""
     places = len(spec.places)
     halves = [list(_zb_v(place, places, microbatches)) for place in range(places)]
     return _filled(spec, halves, microbatches=places)
@@ -57,12 +56,8 @@ def v_min(spec: PipelineSpec, microbatches: int) -> Round:
 
 
 def _filled(spec: PipelineSpec, halves: Round, microbatches: int) -> Round:
-    """The order is that of passes that are all as long: it depends on nothing but their number."""
-    unit = PipelineSpec(
-        spec.name, spec.replicas, spec.links, rank_map=spec.rank_map, order=spec.order
-    )
-    assert unit.pass_times == PassTimes.unit(len(spec.replicas), len(spec.links))
-    order = deferred(unit, halves, [2.0 * microbatches] * len(halves))
+    """Adds the gradients of weights as if all passes were as long, whatever they take."""
+    order = deferred(replace(spec, times=None), halves, [2.0 * microbatches] * len(halves))
     assert order is not None, "no room for the order's own passes"
     return order
 
@@ -104,26 +99,20 @@ def _block(
 
 
 def _offsets(places: int, steps: _Steps) -> list[tuple[int, ...]]:
-    """Returns when the four passes of microbatch 0 begin at each place, as early as leaves no two
-    passes of a place at the same time, of any microbatches.
-    """
+    """Returns when the passes of microbatch 0 begin at each place: early, and free of others."""
     chosen = [[steps[0] * place for place in range(places)]]
     for turn, step in enumerate(steps[1:], start=1):
-        places_on = range(places) if turn % 2 == 0 else range(places - 1, -1, -1)
-        begin = chosen[-1][places_on[0]] + 1
+        first = 0 if turn % 2 == 0 else places - 1
+        hops = [abs(place - first) for place in range(places)]
+        begin = chosen[-1][first] + 1
         chosen.append(
             next(
                 row
                 for offset in count(begin)
-                if _is_free(row := [offset + step * hop for hop in _hops(places_on)], chosen)
+                if _is_free(row := [offset + step * hop for hop in hops], chosen)
             )
         )
     return list(zip(*chosen, strict=True))
-
-
-def _hops(places_on: range) -> list[int]:
-    """Returns how many places come before each, on the way."""
-    return [abs(place - places_on[0]) for place in range(len(places_on))]
 
 
 def _is_free(row: Sequence[int], chosen: Sequence[Sequence[int]]) -> bool:

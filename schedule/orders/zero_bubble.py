@@ -28,9 +28,7 @@ from pipedream.schedule.spec import PipelineSpec
 
 
 def zb_h1(spec: PipelineSpec, microbatches: int) -> Round:
-    """Makes an order with no more in flight than 1F1B has in its first stage, and about a third of
-    its bubble.
-    """
+    """Makes an order with the peak of 1F1B, and about a third of its bubble."""
     places = len(spec.places)
     return [
         list(_one_by_one(place, microbatches, warm_up=places - place, behind=place))
@@ -39,9 +37,7 @@ def zb_h1(spec: PipelineSpec, microbatches: int) -> Round:
 
 
 def zb_h2(spec: PipelineSpec, microbatches: int) -> Round:
-    """Makes an order with no bubble where all passes take as long, with up to twice as many in
-    flight.
-    """
+    """Makes an order without a bubble where passes are alike, with twice as many in flight."""
     places = len(spec.places)
     return [
         list(_one_by_one(place, microbatches, warm_up=2 * (places - place) - 1, behind=2 * place))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from charts import timed
 from matplotlib.axes import Axes
 from pipelines import of_rounds
 from played import played
@@ -13,7 +14,6 @@ from pipedream.graph import timeline
 from pipedream.graph.timeline import Event, Panel, draw, memory_png, panels_png, write_chrome
 from pipedream.schedule.action import Action
 from pipedream.schedule.orders.named import round_of
-from pipedream.schedule.orders.timing import timed
 from pipedream.schedule.rank_maps import vee
 
 

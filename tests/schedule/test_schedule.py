@@ -14,6 +14,7 @@ from textwrap import dedent
 
 import pytest
 from amount import examples
+from charts import chart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import policy, schedule
@@ -35,7 +36,7 @@ def chain(stages):
 def drawn(name, replicas, minibatches, microbatches=1, max_in_flight=None):
     links = chain(len(replicas))
     made = schedule(name, replicas, links, minibatches, microbatches, max_in_flight=max_in_flight)
-    return "\n".join(" ".join(line.split()) for line in made.chart().splitlines())
+    return "\n".join(" ".join(line.split()) for line in chart(made).splitlines())
 
 
 def diagram(text):
@@ -412,7 +413,7 @@ def test_last_round_is_the_mean_of_what_exists():
 def test_no_minibatches_no_actions():
     made = schedule("weight-stashing", (2, 1), chain(2), 0)
     assert [made.actions(worker) for worker in made.workers] == [[], [], []]
-    assert made.chart().split() == ["0", "0.1", "1"]
+    assert chart(made).split() == ["0", "0.1", "1"]
 
 
 @pytest.mark.thorough

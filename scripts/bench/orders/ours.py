@@ -33,7 +33,7 @@ from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.job import Job
 from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import links
-from pipedream.schedule.action import BACKWARDS, BEGINS_BACKWARD, RECEIVES, Kind, StageLink
+from pipedream.schedule.action import BACKWARDS, RECEIVES, Kind, StageLink
 from pipedream.schedule.channel import rank_links
 from pipedream.schedule.orders.interleaved import interleaved
 from pipedream.schedule.orders.named import round_of
@@ -68,10 +68,10 @@ class Clocked:
         ends: dict[tuple[int, bool, int], float] = {}
         for action, begin, end in events:
             kind, stage, minibatch = Kind(action.kind), action.stage, action.minibatch
-            is_gradient = kind in (*BEGINS_BACKWARD, *_OF_GRADIENTS)
+            is_gradient = kind in (*_BEGINS_BACKWARD, *_OF_GRADIENTS)
             if kind in (Kind.FORWARD, Kind.UPDATE, *BACKWARDS):
                 self.spans[self.turn, stage, kind, minibatch] = end - begin
-            if kind in (Kind.FORWARD, *BEGINS_BACKWARD):
+            if kind in (Kind.FORWARD, *_BEGINS_BACKWARD):
                 ends[stage, is_gradient, minibatch] = end
             elif action.peer is not None:
                 source, target = stage, action.peer[0]
@@ -114,6 +114,7 @@ SENDS_AFTER = {
     Kind.BACKWARD: Kind.SEND_GRADIENT,
     Kind.BACKWARD_INPUT: Kind.SEND_GRADIENT,
 }
+_BEGINS_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _OF_GRADIENTS = (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from ours import Ours, pass_times, update_seconds
 
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.schedule.orders.named import round_of
-from pipedream.schedule.orders.timing import period
+from pipedream.schedule.orders.timing import Timing
 from pipedream.schedule.rank_maps import loop
 
 NAME, NAMED, FOUND = "unequal", "interleaved", "auto"
@@ -66,7 +67,9 @@ def work(rank: int, microbatches: int, folder: str) -> None:
     if rank == 0:
         for order, spec in specs.items():
             timed = ours.spec(order, microbatches, pass_times(clocked[order], spec))
-            expected = period(timed, round_of(spec, microbatches))
+            order_passes = round_of(spec, microbatches)
+            timing = Timing(timed, chain.from_iterable(order_passes))
+            expected, _, _ = timing.seconds_of_round(timing.numbers(order_passes))
             expected += update_seconds(clocked[order], spec.places)
             print(f"{order:12} {1e3 * measured[order]:7.1f} ms, expected {1e3 * expected:7.1f} ms")
         print(f"{NAMED} over {FOUND}: {measured[NAMED] / measured[FOUND]:.3f}")

@@ -6,14 +6,14 @@ import random
 from dataclasses import replace
 
 import pytest
+from charts import held_bytes, period
 from exact_order import shortest_round
 from pipelines import of_rounds
 
 from pipedream.schedule.checker import check_ranks
 from pipedream.schedule.orders.auto import auto, has_room
 from pipedream.schedule.orders.literature import literature
-from pipedream.schedule.orders.passes import held_bytes
-from pipedream.schedule.orders.timing import Timing, halved, period
+from pipedream.schedule.orders.timing import Timing, halved
 from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 

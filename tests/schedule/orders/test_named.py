@@ -8,14 +8,14 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from charts import held_bytes, timed
 from drawn_orders import drawn, flush_of
 from pipelines import Orders, of_rounds
 
 from pipedream.graph.choices import DEFAULT_ORDER, ORDER_NAMES
 from pipedream.schedule.checker import check_ranks
 from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
-from pipedream.schedule.orders.passes import Round, held_bytes, seconds_of
-from pipedream.schedule.orders.timing import timed
+from pipedream.schedule.orders.passes import Round, seconds_of
 from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PassTimes, PipelineSpec

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from charts import timed
+
 from pipedream.schedule.action import Kind
 from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
-from pipedream.schedule.orders.timing import timed
 from pipedream.schedule.rank_maps import loop
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 
