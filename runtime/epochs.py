@@ -6,20 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import astuple
-from functools import partial
-from pathlib import Path
 
 import torch
 
-from pipedream.capture.sources.load import load_config_model
-from pipedream.comm.store_messages import broadcast, receive_message, send_message
-from pipedream.graph.errors import UserError
+from pipedream.comm.store_messages import broadcast
 from pipedream.graph.timeline import Event
-from pipedream.runtime.checkpoint.plain_model import evaluate
 from pipedream.runtime.data.reader import Reader
 from pipedream.runtime.engine.engine import Engine, minibatches_read
-from pipedream.runtime.engine.evaluation import Evaluation, EvaluationExecutor, EvaluationTotals
+from pipedream.runtime.held_out import evaluate_if_due
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.run.action_stream import ActionStream
@@ -41,7 +35,7 @@ def train_epochs(context: RankContext) -> Position | None:
     local, first, stopped = context.local, context.first, None
     if first.minibatch == 0:
         # A run may have ended between the checkpoint and this.
-        _evaluate_if_due(context, first.epoch)
+        evaluate_if_due(context, first.epoch)
     for epoch in range(first.epoch, local.job.epochs):
         begin = first.minibatch if epoch == first.epoch else 0
         ahead = list(
@@ -52,7 +46,7 @@ def train_epochs(context: RankContext) -> Position | None:
             break
         if epoch + 1 == local.job.epochs:
             context.graceful_stop.end()
-        _evaluate_if_due(context, epoch + 1)
+        evaluate_if_due(context, epoch + 1)
     context.graceful_stop.end()
     context.saver.end()
     if stopped is not None:
@@ -64,69 +58,6 @@ def _leave_together(context: RankContext) -> None:
     """Waits until rank 0 has saved: mpirun ends all ranks once one exits with a non-zero code."""
     broadcast(context.store, context.local.rank_info, "saved", True)  # however long it takes
     context.transport.barrier()  # until then rank 0 keeps the store
-
-
-def _evaluate_if_due(context: RankContext, done: int) -> None:
-    """Evaluates the held-out data, if that is due after so many epochs. Raises as `Evaluation.run`
-    does.
-    """
-    job, evaluation = context.local.job, context.local.evaluation
-    if evaluation is None or done == 0:
-        return
-    if done % (job.config.evaluate_every or 1) != 0 and done != job.epochs:
-        return
-    context.say(f"at the held-out data after epoch {done}")
-    key = f"held-out/{done}"
-    metrics = evaluate_stages(context, evaluation, key)
-    if context.display is not None:
-        context.metrics = metrics
-        context.display.held_out(done, done * context.local.examples.minibatches, metrics)
-    _step_metric_scheduler(context, key)
-
-
-def evaluate_stages(context: RankContext, evaluation: Evaluation, key: str) -> dict[str, float]:
-    """Evaluates the held-out data with the stages' weights of now, through the pipeline. Returns
-    the metrics on rank 0, to which the others send what they have under `key`.
-    """
-    local, rank_info = context.local, context.local.rank_info
-    tensors = {stage.stage: stage.saved for stage in local.stages}
-    kind = partial(EvaluationExecutor, metrics=local.metrics)
-    with Reader(local.examples.to_try(), evaluation.minibatches_read) as data:
-        totals, _ = evaluation.run(data, tensors, context.transport, local.loss, kind)
-    send_message(context.store, f"{key}/{rank_info.rank}", astuple(totals))
-    if rank_info.rank:
-        return {}
-    keys = (f"{key}/{rank}" for rank in range(rank_info.world_size))
-    return EvaluationTotals.result([receive_message(context.store, each) for each in keys])
-
-
-def evaluate_alone(context: RankContext, path: Path) -> dict[str, float]:
-    """Evaluates a checkpoint on the held-out data with the plain model, on this worker. Returns the
-    metrics. Raises UserError.
-    """
-    local, config, held_out = (
-        context.local,
-        context.local.job.config,
-        context.local.examples.held_out,
-    )
-    assert held_out is not None
-    model = load_config_model(config, local.job.directory, names=local.examples.input_names)
-    return evaluate(model, path, held_out, config, local.loss, local.device, local.metrics)
-
-
-def _step_metric_scheduler(context: RankContext, key: str) -> None:
-    """Passes the metric that a scheduler needs from rank 0 to all, which then take the same step.
-
-    The checkpoint of this moment was saved before: a run resumed from it comes here again.
-    """
-    name = context.stepping.rate.metric
-    if name is None or name == "loss":
-        return
-    rank_info = context.local.rank_info
-    metric = broadcast(context.store, rank_info, f"{key}/{name}", context.metrics.get(name))
-    if metric is None:
-        raise UserError(f"scheduler: metric: the held-out data give no {name}: write held_out_loss")
-    context.stepping.see(metric)
 
 
 class _Training:

@@ -11,7 +11,7 @@ from pipedream.graph.measured_run import MEASURED, MeasuredRun, write_measured
 from pipedream.graph.plan import Simulated, workers_by_rank
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.export import export_newest
-from pipedream.runtime.epochs import evaluate_alone
+from pipedream.runtime.held_out import evaluate_alone
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.expectation import busy_shares
 from pipedream.runtime.report.page.finished_run import FinishedRun

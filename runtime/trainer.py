@@ -19,7 +19,7 @@ from pipedream.graph.command import remove_unfinished
 from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.epochs import train_epochs
-from pipedream.runtime.evaluate_only import EvaluationContext, evaluate_only
+from pipedream.runtime.held_out import EvaluationContext, evaluate_only
 from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.announcement import announcement

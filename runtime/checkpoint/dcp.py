@@ -149,7 +149,7 @@ class Folder:
 
 
 class _Reader(FileSystemReader):
-    """Its own unpickles the index as it is."""
+    """Reads the index by `_IndexUnpickler`: torch's own reader unpickles whatever is in it."""
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
         with Path(self.path, _INDEX).open("rb") as file:

@@ -14,7 +14,8 @@ from pipedream.runtime.run.job import Job
 
 
 class Examples:
-    """`minibatches` an epoch has, of `sizes`; `held_out` is None where the source gives none.
+    """Loads the examples: an epoch has `minibatches`, of `sizes`; `held_out` is None where the
+    source gives none.
 
     Raises UserError where the examples do not fill a minibatch.
     """

@@ -196,7 +196,7 @@ class Evaluation:
     def join_meshes(self, trained: Mapping[int, StageModule]) -> None:
         """Makes this rank evaluate its device's part of each stage that is `trained` on a mesh."""
         for stage, forms in self.stage_modules.items():
-            for form in forms.known:
+            for form in (forms.usual, *forms.others.values()):
                 form.join_mesh(trained[stage])
 
     @property

@@ -53,8 +53,8 @@ class RoundGradients:
 
 
 class Passes(ABC):
-    """Called in this order: `forward`, `hold_ends` in the last stage, `forget` and `forward` again
-    where a stage recomputes, `turn`, `backward`, `backward_weights`.
+    """The passes of one minibatch, called in this order: `forward`, `hold_ends` in the last stage,
+    `forget` and `forward` again where a stage recomputes, `turn`, `backward`, `backward_weights`.
     """
 
     @abstractmethod
@@ -99,8 +99,9 @@ class Passes(ABC):
 
 @dataclass
 class AutogradPasses(Passes):
-    """`edges`: by name graph edges, without data, of sent values that need a gradient; `roots`:
-    where a backward pass under way begins, at the loss or at these edges, with its `gradients`.
+    """Passes by autograd. `edges`: by name graph edges, without data, of sent values that need a
+    gradient; `roots`: where a backward pass under way begins, at the loss or at these edges, with
+    its `gradients`.
 
     Two halves go through the graph twice: to what was received, then once more to the parameters.
     The gradients between operators are then computed twice, and all saved tensors stay until the
@@ -170,8 +171,9 @@ class AutogradPasses(Passes):
 
 @dataclass
 class ProgramPasses(Passes):
-    """`ends`: in the last stage, the loss if the program ends in it, else the outputs of the model
-    that have a gradient, by name; `gradients`: of outputs, once the minibatch goes backward.
+    """Passes by programs. `ends`: in the last stage, the loss if the program ends in it, else the
+    outputs of the model that have a gradient, by name; `gradients`: of outputs, once the minibatch
+    goes backward.
     """
 
     stage_module: StageModule

@@ -23,7 +23,9 @@ from pipedream.schedule.channel import rank_links
 
 @dataclass(frozen=True, eq=False)
 class Wiring:
-    """`groups`: by stage, the ranks that add up its gradients. `rng` seeds the passes."""
+    """How a rank reaches the others: its `transport`, and by stage the `groups` of ranks that add
+    up gradients. `rng` seeds the passes.
+    """
 
     plan: Plan
     rng: MinibatchRng

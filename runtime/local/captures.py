@@ -30,14 +30,15 @@ from pipedream.runtime.stages.stage_module import capture_rest
 
 @dataclass(frozen=True)
 class Captures:
-    """`whole`: of full minibatches; `rest`: of a smaller last one of an epoch, number `last`.
+    """The model as captured. `whole`: for full minibatches; `rest`: of a smaller last one of an
+    epoch, number `last`.
 
     `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
     `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out
-    data, None if that is not asked for or cannot go through the pipeline.
-    `model`: if minibatches vary in shape, to capture it for
-    others. `first`: the minibatch it was captured for. `tolerance`: by how much the passes of the
-    pipeline may differ from the model's, if that was looked at.
+    data, None if that is not asked for or cannot go through the pipeline. `model`: if minibatches
+    vary in shape, to capture it for others. `first`: the minibatch it was captured for.
+    `tolerance`: by how much the passes of the pipeline may differ from the model's, if that was
+    looked at.
     """
 
     whole: Captured

@@ -68,7 +68,7 @@ class SplitMinibatch:
 
 @dataclass(frozen=True)
 class WeightedLoss:
-    """`loss`, of what the model returns, and a target that comes with its microbatch's factor."""
+    """Computes `loss` of what the model returns, for a target that comes with its factor."""
 
     loss: Loss
     precision: Precision

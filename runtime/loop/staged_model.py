@@ -20,8 +20,8 @@ from pipedream.schedule.spec import PipelineSpec
 
 @dataclass(eq=False)
 class StagedModel:
-    """`forms`: this rank's stages, of which at least one form is there. Their parameters and
-    buffers are those of the model.
+    """The model in one state. `forms`: this rank's stages, of which at least one form is there.
+    Their parameters and buffers are those of the model.
     """
 
     forms: CapturedStages

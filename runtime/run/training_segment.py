@@ -70,7 +70,7 @@ class RankProgress:
 
     @property
     def as_json(self) -> list[Any]:
-        """As JSON can hold it."""
+        """The progress as JSON can hold it."""
         segment = self.segment and (self.segment.begin, self.segment.end)
         return [astuple(self.position), segment, self.touched]
 

@@ -54,7 +54,7 @@ class Crossing:
 
 @dataclass(frozen=True, eq=False)
 class Crossings:
-    """Of one stage, by the stage at the other side, in the order of the message."""
+    """The values that cross to and from a stage, by the other stage, as the message has them."""
 
     receives: Mapping[int, tuple[Crossing, ...]]
     sends: Mapping[int, tuple[Crossing, ...]]
@@ -67,7 +67,7 @@ class Crossings:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of all of each value that comes, by name."""
+        """The shape of all of each value that comes, by name."""
         every = (crossing for own in self.receives.values() for crossing in own)
         return {each.value.name: tuple(each.value.shape) for each in every}
 

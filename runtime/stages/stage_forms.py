@@ -38,7 +38,7 @@ class Call:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """In the order of `Captured.inputs`."""
+        """The tensors, in the order of `Captured.inputs`."""
         return flatten_inputs(self.args, self.kwargs)
 
     @property
@@ -146,8 +146,8 @@ class CapturedStages:
 
 @dataclass(frozen=True)
 class StageForms:
-    """`usual`: the form for all minibatches but the `others`, by number. With `captured` it depends
-    on what the data of a segment are like.
+    """One stage. `usual`: the form for all minibatches but the `others`, by number. With `captured`
+    it depends on what the data of a segment are like.
     """
 
     usual: StageModule
@@ -158,11 +158,6 @@ class StageForms:
     def of_each(forms: Sequence[StageModule]) -> StageForms:
         """Returns the form of each minibatch, in their order."""
         return StageForms(forms[0], dict(enumerate(forms)))
-
-    @property
-    def known(self) -> list[StageModule]:
-        """Those that are there before there are data."""
-        return [self.usual, *self.others.values()]
 
     def begin(self, data: Peeking) -> None:
         """Called with the minibatches of a segment, before it begins."""

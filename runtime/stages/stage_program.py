@@ -32,9 +32,9 @@ class NamedProgram:
 
 
 class StageProgram:
-    """`piece` as programs, under the settings of its module: its `precision` and torch.compile's
-    `backend`. All inputs of the piece have the same shapes each time. With `sharding` they are the
-    programs of one device of a mesh, and with `loss` they then end in it.
+    """Runs `piece` as programs, under the settings of its module: its `precision` and
+    torch.compile's `backend`. All inputs of the piece have the same shapes each time. With
+    `sharding` they are the programs of one device of a mesh, and with `loss` they then end in it.
     """
 
     sharding: StageSharding | None = None

@@ -33,10 +33,11 @@ from pipedream.sharding.steps import Step
 
 
 class StageSharding:
-    """`placed`: how the mesh holds each parameter and buffer of the model that the stage has, and
-    `shapes` of the whole ones, known once the stage's passes are `described`. `partial`: by name of
-    a parameter the axes over which its gradient is to be added up. `groups`: once the ranks have
-    met. `names`: of the model's parameters and buffers; other buffers of a form are constants.
+    """Divides a stage. `placed`: how the mesh holds each parameter and buffer of the model that the
+    stage has, and `shapes` of the whole ones, known once the stage's passes are `described`.
+    `partial`: by name of a parameter the axes over which its gradient is to be added up. `groups`:
+    once the ranks have met. `names`: of the model's parameters and buffers; other buffers of a form
+    are constants.
     """
 
     def __init__(self, plan: Plan, stage: int, device: int, names: Set[str]) -> None:
