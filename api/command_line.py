@@ -31,9 +31,7 @@ def words(options: Mapping[str, Any]) -> Iterator[str]:
 def checked(
     function: Callable[_Arguments, _Result], options: Collection[str] = ()
 ) -> Callable[_Arguments, _Result]:
-    """The function, which raises UserError for arguments that it does not take, and that are none
-    of the `options`.
-    """
+    """Wraps `function`: UserError for arguments that neither it nor the `options` have."""
     signature = inspect.signature(function)
     name = function.__name__
     own = [each.name for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
@@ -53,14 +51,14 @@ def checked(
 
 
 def _instead(key: str, known: Iterable[str]) -> str:
-    """`; did you mean schedule=?`, or all that there are."""
+    """Returns `; did you mean schedule=?`, or all that there are."""
     names = sorted(set(known))
     close = get_close_matches(key, names, n=1)
     return f"; did you mean {close[0]}=?" if close else f"; there are {', '.join(names)}"
 
 
 def _shown(signature: inspect.Signature) -> str:
-    """The arguments without their types and defaults: `(model, inputs, *, loss)`."""
+    """Returns the arguments without types and defaults: `(model, inputs, *, loss)`."""
     bare = [
         each.replace(annotation=each.empty, default=each.empty)
         for each in signature.parameters.values()

@@ -25,9 +25,7 @@ from pipedream.profiling import Profiled
 
 @dataclass(frozen=True, repr=False)
 class Planned:
-    """A plan, and in `files` what pd-optimize writes, by name; `report` is what it prints, as is
-    `str(planned)`.
-    """
+    """A plan; `files`: what pd-optimize writes, by name; `report`: what it prints."""
 
     plan: Plan
     report: str

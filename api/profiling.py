@@ -33,9 +33,7 @@ class Profiled(Measured):
         return layers_frame(self.profile)
 
     def write(self, folder: str | Path) -> Path:
-        """Writes graph.txt, profile.json, operators.json and pictures, as pd-profile does; returns
-        the folder. Raises UserError if it cannot be written.
-        """
+        """Writes the files of pd-profile; returns the folder. Raises UserError."""
         write_files(self, Path(folder))
         return Path(folder)
 

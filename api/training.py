@@ -154,7 +154,7 @@ def _follow(command: Sequence[str]) -> tuple[int, Sequence[str]]:
 
 @contextmanager
 def _as_file(config: Mapping[str, Any] | str | Path) -> Iterator[Path]:
-    """Its path; that of a file in the current folder for the time being if it is none."""
+    """Gives its path, for the time being that of a new file if it is none."""
     if isinstance(config, (str, Path)):
         yield Path(config)
         return
@@ -170,7 +170,7 @@ def _program() -> str:
 
 
 def _written(plan: Planned | Plan | str | Path, folder: Path) -> Path:
-    """The path of its plan.json; with graph.txt beside it, if that is known, to plan again from."""
+    """Returns the path of its plan.json, beside graph.txt if that is known."""
     if isinstance(plan, Planned):
         return plan.write(folder) / "plan.json"
     if isinstance(plan, Plan):

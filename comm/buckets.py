@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipedream.comm.teams import TeamGroups, make_team_groups
 from pipedream.comm.tied_sums import TiedSums
-from pipedream.comm.transport import Sum, Transport, connect_group
+from pipedream.comm.transport import Sum, Transport, connect_several
 from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import RankAssignment
 from pipedream.schedule.overlap import BUCKET_BYTES
@@ -174,9 +174,7 @@ class StageGroups:
     team: TeamGroups | None = None
 
     def adding_up(self, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Returns the group that adds up a gradient that is partial on these axes of the mesh; None
-        for this rank alone.
-        """
+        """Returns the group that adds up what is partial on these axes; None for one rank."""
         return self.replicas if self.team is None else self.team.sums[axes]
 
 
@@ -191,28 +189,20 @@ def make_groups(
     ranks = [[rank for team in groups for rank in team.ranks] for groups in assignment]
     teams = {stage: make_team_groups(mesh, assignment[stage]) for stage, mesh in meshes.items()}
     replicas = [
-        _replicas(members) if stage not in teams else None for stage, members in enumerate(ranks)
+        None if stage in teams else connect_several(members) for stage, members in enumerate(ranks)
     ]
     here, holders, groups = dist.get_rank(), {}, {}
     for name, stages in tied.items():
         held_by = {rank for stage in stages for rank in ranks[stage]}
-        group = connect_group(held_by) if len(held_by) > 1 else None
+        group = connect_several(held_by)
         if here in held_by:
             holders[name] = [stage for stage in stages if here in ranks[stage]]
             groups[name] = group
     sums = TiedSums(holders, groups) if holders else None
-    names = [frozenset(name for name in tied if stage in tied[name]) for stage in range(len(ranks))]
-    return tuple(
-        _with_team(
-            StageGroups(replica_group, of_stage, sums if of_stage else None), teams.get(stage)
-        )
-        for stage, (replica_group, of_stage) in enumerate(zip(replicas, names, strict=True))
-    )
-
-
-def _replicas(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    return connect_group(ranks) if len(ranks) > 1 else None
-
-
-def _with_team(groups: StageGroups, team: TeamGroups | None) -> StageGroups:
-    return groups if team is None else replace(groups, replicas=team.sums[()], team=team)
+    groups_of_stages = []
+    for stage, replica_group in enumerate(replicas):
+        names = frozenset(name for name in tied if stage in tied[name])
+        team = teams.get(stage)
+        across = replica_group if team is None else team.sums[()]
+        groups_of_stages.append(StageGroups(across, names, sums if names else None, team))
+    return tuple(groups_of_stages)

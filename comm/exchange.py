@@ -6,10 +6,9 @@ through its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -69,30 +68,28 @@ class ExchangeGroup:
     def _by_messages(
         self, outgoing: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
     ) -> list[Tensor]:
-        place = _staged(outgoing[0].device, self.group)
+        # gloo sends tensors of the host alone
+        nccl = dist.get_backend(self.group) == "nccl"
+        place = outgoing[0].device if nccl else torch.device("cpu")
         parts, operations = list(outgoing), []
+        operation = partial(dist.P2POp, group=self.group)
         for number, (piece, shape) in enumerate(zip(outgoing, shapes, strict=True)):
             if number == self.here:
                 continue
             if piece.numel():
                 message = piece.to(place).contiguous()
-                operations.append(self._operation(dist.isend, message, number))
+                operations.append(operation(dist.isend, message, group_peer=number))
             parts[number] = torch.empty(shape, dtype=piece.dtype, device=place)
             if parts[number].numel():
-                operations.append(self._operation(dist.irecv, parts[number], number))
+                operations.append(operation(dist.irecv, parts[number], group_peer=number))
         with _peers():
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
         return parts
 
-    def _operation(self, kind: Callable[..., Any], tensor: Tensor, number: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, group=self.group, group_peer=number)
-
 
 def connect_exchange(ranks: Iterable[int]) -> ExchangeGroup | None:
-    """Connects these ranks; None on the others, which call it, too, in the same order. Raises
-    PeerLost.
-    """
+    """Connects these ranks; None on others. All ranks call it, in one order. Raises PeerLost."""
     members = list(ranks)
     group = connect_group(members)
     return ExchangeGroup(group) if dist.get_rank() in members else None
@@ -111,13 +108,6 @@ def _through(
             f"ranks of this host cannot exchange tensors through its memory: {error.strerror}: "
             "allow more open files (ulimit -n), or more memory"
         ) from error
-
-
-def _staged(device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """Returns the device where tensors are while they are sent: gloo takes those of the host
-    alone.
-    """
-    return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
 @contextmanager

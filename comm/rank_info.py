@@ -89,14 +89,12 @@ def environment(variables: Mapping[str, str] = os.environ) -> RankInfo | None:
     """
     for launcher in _LAUNCHERS:
         if launcher.rank in variables and launcher.world_size in variables:
-            return _place(launcher, variables)
+            return _by_launcher(launcher, variables)
     return None
 
 
 def without_srun(variables: Mapping[str, str] = os.environ) -> str | None:
-    """Returns a line for the user if a job of Slurm has several tasks and this process is none of
-    them.
-    """
+    """Returns a line for the user if this process is none of the several tasks of a Slurm job."""
     tasks = variables.get("SLURM_NTASKS", "1")
     if tasks == "1" or environment(variables) is not None:
         return None
@@ -106,7 +104,7 @@ def without_srun(variables: Mapping[str, str] = os.environ) -> str | None:
     )
 
 
-def _place(launcher: _Launcher, variables: Mapping[str, str]) -> RankInfo:
+def _by_launcher(launcher: _Launcher, variables: Mapping[str, str]) -> RankInfo:
     rank = _number(variables, launcher.rank)
     world_size = _number(variables, launcher.world_size)
     local_rank = _number(variables, launcher.local_rank, rank)
@@ -131,7 +129,7 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
         return default
     # SLURM writes `4(x2)` for four tasks on each of two machines.
     digits = (text or "").partition("(")[0]
-    if not digits.isascii() or not digits.isdigit():
+    if not (digits.isascii() and digits.isdigit()):
         raise UserError(f"{name}={text}: this environment variable must be a number")
     return int(digits)
 

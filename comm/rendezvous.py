@@ -32,8 +32,8 @@ def choose_device(name: str, rank_info: RankInfo) -> tuple[torch.device, str]:
     count = torch.cuda.device_count()
     if count == 0:
         raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
-    torch.cuda.set_device(rank_info.local_rank % count)
     device = torch.device("cuda", rank_info.local_rank % count)
+    torch.cuda.set_device(device)
     return device, "nccl" if rank_info.local_world_size <= count else "gloo"
 
 
@@ -44,7 +44,8 @@ def connect_store(rank_info: RankInfo, timeout: float) -> Store:
     """
     with _meeting(rank_info):
         limit = timedelta(seconds=timeout)
-        if rank_info.rank == 0 and rank_info.stays_here and not _served_by_torchrun():
+        served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if rank_info.rank == 0 and rank_info.stays_here and not served_by_torchrun:
             store: Store = _serve_here(rank_info, limit)
         else:
             address = f"tcp://{rank_info.master_address}:{rank_info.master_port}"
@@ -53,10 +54,6 @@ def connect_store(rank_info: RankInfo, timeout: float) -> Store:
         store.set_timeout(limit)
     # The store of torchrun outlives a restart; the prefix hides entries of earlier workers.
     return PrefixStore(f"restart-{restarts()}", store)
-
-
-def _served_by_torchrun() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _serve_here(rank_info: RankInfo, limit: timedelta) -> Store:

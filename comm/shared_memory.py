@@ -86,11 +86,8 @@ class _Peer:
                 raise OSError(errno.EMFILE, "no room for the descriptor of a place in memory")
             place.map(files[0], size)
         self.turn = 1 - self.turn
-        return (
-            place.view(shape, dtype)
-            if torch.Size(shape).numel()
-            else torch.empty(shape, dtype=dtype)
-        )
+        is_empty = not torch.Size(shape).numel()
+        return torch.empty(shape, dtype=dtype) if is_empty else place.view(shape, dtype)
 
 
 class SharedMemory:
@@ -147,22 +144,17 @@ def connect_memory(group: dist.ProcessGroup) -> SharedMemory | None:
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Returns the tensors of each rank of the group."""
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(tensors, tensor, group=group)
     return tensors
 
 
 def _host() -> Tensor:
-    """Returns what ranks have in common that may share memory: a running system, and its network,
-    for processes whose networks are kept apart are to send over these.
-    """
+    """Returns what ranks that may share memory have in common: a running system and its network."""
     try:
-        parts = (
-            Path("/proc/sys/kernel/random/boot_id").read_text(),
-            os.readlink("/proc/self/ns/net"),
-        )
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+        shared = f"{boot_id}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
-        parts = str(os.urandom(_NAME_BYTES)), ""
-    digest = hashlib.sha256("/".join(parts).encode()).digest()
+        shared = str(os.urandom(_NAME_BYTES))
+    digest = hashlib.sha256(shared.encode()).digest()
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipedream.comm.exchange import ExchangeGroup, connect_exchange
 from pipedream.comm.redistribute import MeshGroups, gather_tiles
-from pipedream.comm.transport import connect_group
+from pipedream.comm.transport import connect_several
 from pipedream.graph.placements.placement import Mesh, coordinates, device_count
 from pipedream.graph.placements.regions import Region
 from pipedream.graph.plan import WorkerGroup
@@ -49,10 +49,12 @@ def make_team_groups(mesh: Mesh, teams: Sequence[WorkerGroup]) -> TeamGroups | N
     meshes = {team: MeshGroups(mesh, team.ranks) for team in teams}
     wholes = {team: connect_exchange(team.ranks) if len(team.ranks) > 1 else None for team in teams}
     sums: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    for axes in _subsets(range(len(mesh))):
+    numbers = range(len(mesh))
+    subsets = chain.from_iterable(combinations(numbers, count) for count in range(len(mesh) + 1))
+    for axes in subsets:
         for devices in devices_along(mesh, axes):
             ranks = [team.ranks[device] for team in teams for device in devices]
-            group = _connected(ranks)
+            group = connect_several(ranks)
             if here in ranks:
                 sums[axes] = group
     return None if my_team is None else TeamGroups(meshes[my_team], wholes[my_team], sums)
@@ -66,11 +68,3 @@ def devices_along(mesh: Mesh, axes: Sequence[int]) -> list[tuple[int, ...]]:
         others = tuple(place for axis, place in enumerate(at) if axis not in axes)
         groups.setdefault(others, []).append(device)
     return [tuple(group) for group in groups.values()]
-
-
-def _subsets(axes: Sequence[int]) -> chain[tuple[int, ...]]:
-    return chain.from_iterable(combinations(axes, count) for count in range(len(axes) + 1))
-
-
-def _connected(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    return connect_group(ranks) if len(ranks) > 1 else None

@@ -111,9 +111,7 @@ class _StageRound:
                 total[there] += self.gradients[name][here]
 
     def take(self, name: str, total: Tensor) -> None:
-        """Replaces the gradient by its part of the sum, in its own memory: each stage changes it
-        further.
-        """
+        """Copies its part of the sum to memory of its own: each stage changes it further."""
         part = self._part(name)
         if name not in self.gradients:
             self.gradients[name] = torch.empty_like(self.parameters[name].data)

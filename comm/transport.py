@@ -17,7 +17,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -50,6 +50,11 @@ def connect_group(ranks: Iterable[int]) -> dist.ProcessGroup:
     except RuntimeError as error:
         raise PeerLost(f"the ranks {members} could not be connected") from error
     return group
+
+
+def connect_several(ranks: Collection[int]) -> dist.ProcessGroup | None:
+    """Does what `connect_group` does; None if there is one rank, which needs no group."""
+    return connect_group(ranks) if len(ranks) > 1 else None
 
 
 class TensorSpec(Protocol):
@@ -176,9 +181,7 @@ class Transport:
                 tensor.copy_(part.view_as(tensor))
 
     def average(self, buffers: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Replaces batch-norm statistics and the like by their mean over the replicas, of which
-        None stands for a single one.
-        """
+        """Replaces batch-norm statistics and the like by their mean over the replicas."""
         if group is None or not buffers:
             return
         sums = [buffer.to(_exact(buffer.dtype)) for buffer in buffers]
@@ -277,9 +280,7 @@ class _Messages:
         self._start()
 
     def _begin(self) -> None:
-        """Begins receives in their order, to the end: who waits for a receive that comes after a
-        failure is told of it.
-        """
+        """Begins receives in order, after a failure too: who waits for one is told of it."""
         while (begin := self.waiting.get()) is not None:
             try:
                 begin()

@@ -120,7 +120,7 @@ def _methods(kind: type, own: type) -> Iterator[tuple[str, str]]:
 
 
 def _changed(field: Any, value: Any) -> bool:
-    """Whether a field has another value than that it has by itself."""
+    """Returns whether a field has another value than its default."""
     if not field.init or value is None or value is False or value in ("", [], {}):
         return False
     default = field.default

@@ -77,7 +77,7 @@ class PipelineTrainer(Trainer):
         )
 
     def _be_one_process(self) -> None:
-        """All ranks have the same minibatches, so what Trainer gathers from ranks is there."""
+        """Makes Trainer gather nothing from the ranks: all have the same minibatches."""
         self.args.average_tokens_across_devices = False  # all devices have the same tokens
         accelerator: Any = self.accelerator
         accelerator.prepare_model = self._as_it_is
@@ -97,7 +97,7 @@ class PipelineTrainer(Trainer):
         """The pipeline moves what this rank computes."""
 
     def _same_on_all_ranks(self, loader: DataLoader[Any], **_: Any) -> Any:
-        """As Accelerate prepares it for a single process."""
+        """Prepares a loader as Accelerate does for a single process."""
         seed = self.args.data_seed
         return prepare_data_loader(
             loader,
@@ -127,7 +127,6 @@ class PipelineTrainer(Trainer):
         return self.pipeline(**arguments)
 
     def _arguments(self, inputs: Mapping[str, Any], items: Tensor | int | None) -> dict[str, Any]:
-        """Of a call of the pipeline."""
         counted = self.count(**inputs)
         arguments = dict(
             inputs, weights=counted / (counted.sum() if items is None else float(items))
@@ -201,7 +200,7 @@ class PipelineTrainer(Trainer):
 
 
 def _alone(values: Any) -> Any:
-    """The one value of a tuple, if it is the only one."""
+    """Returns the value of a tuple of one, or the values as they are."""
     return values[0] if isinstance(values, tuple) and len(values) == 1 else values
 
 
