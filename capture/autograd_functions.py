@@ -151,9 +151,7 @@ def _forward_as_operator(function: type[Function], forward: Callable[..., Any]) 
 
 
 def _no_context(context: FunctionCtx, inputs: object, output: object) -> None:
-    """Prepares nothing: what a function prepares for its backward pass is prepared whenever the
-    operator runs.
-    """
+    """Prepares nothing: the operator does so whenever it runs."""
 
 
 class _Operator:
@@ -222,9 +220,7 @@ def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
 
 
 def autograd_nodes(results: object, seen: set[Node]) -> Iterator[Node]:
-    """Yields the nodes of the autograd graph behind the tensors of a pytree, except those `seen`
-    and what is behind them, and adds them to `seen`.
-    """
+    """Yields the autograd nodes behind the tensors of a pytree; skips and extends those `seen`."""
     waiting = [tensor.grad_fn for tensor in _tensors(pytree.tree_leaves(results))]
     while waiting:
         node = waiting.pop()

@@ -50,16 +50,12 @@ class Precision:
     device: torch.device = CPU
 
     def computing(self) -> torch.autocast:
-        """Returns a context for passes; it can be entered again. Autocast of a caller does not
-        reach in.
-        """
+        """Returns a context for passes, which can be entered again; a caller's autocast ends."""
         return _autocast(self.autocast, self.device)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Gives a context in which code of the user's finds what it would find in a pass, while its
-        tensors are on the CPU.
-        """
+        """Gives user code the context of a pass while its tensors are on the CPU."""
         with ExitStack() as entered:
             for device in {self.device, CPU}:
                 entered.enter_context(_autocast(self.autocast, device))
@@ -77,9 +73,7 @@ def _autocast(lower: str | None, device: torch.device) -> torch.autocast:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Gives a context in which all modules are in eval mode; afterwards each is in its own
-    again.
-    """
+    """Puts all modules in eval mode within, and each in its own mode again afterwards."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

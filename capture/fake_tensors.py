@@ -101,9 +101,7 @@ def capture_fake(
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns standard normal numbers; zeros for integers, which are valid indices into
-    anything.
-    """
+    """Returns standard normal numbers; zeros, which are always valid indices, for integers."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(tuple(shape), dtype=dtype, device=device)
     return torch.zeros(tuple(shape), dtype=dtype, device=device)

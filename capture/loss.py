@@ -89,9 +89,7 @@ def _scalar(value: Any, what: str) -> Tensor:
 
 
 def accuracy(output: Any, target: Any) -> tuple[int, int] | None:
-    """Returns (correct, total) predictions for logits [..., classes] and targets [...], else
-    None.
-    """
+    """Returns (correct, total) for logits [..., classes] and targets [...], else None."""
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     if target.is_floating_point() or output.shape[:-1] != target.shape:

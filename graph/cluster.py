@@ -100,9 +100,7 @@ class Link(_ClusterPart):
         return self
 
     def seconds(self, size: ArrayLike) -> NDArray[np.float64]:
-        """Returns the seconds of messages of `size` bytes, of the same shape; 0 for an empty
-        message.
-        """
+        """Returns the seconds of messages of `size` bytes, of the same shape; 0 for empty ones."""
         size = np.asarray(size, dtype=np.float64)
         if self.bandwidth is not None:
             taken = self.latency + size / self.bandwidth
@@ -264,9 +262,7 @@ class Cluster(_ClusterPart):
 
 
 def ring_seconds(step: Link, size: ArrayLike, replicas: ArrayLike) -> NDArray[np.float64]:
-    """Returns the seconds of a ring all-reduce of `size` bytes over `replicas`, arrays that
-    broadcast: 2(m-1) steps.
-    """
+    """Returns the seconds of ring all-reduces of 2(m-1) steps; the arrays broadcast."""
     steps = np.asarray(replicas, dtype=np.float64)
     return 2 * (steps - 1) * step.seconds(np.asarray(size, dtype=np.float64) / steps)
 

@@ -177,9 +177,7 @@ def _can_lay_out(graph: Graph) -> bool:
 
 
 def _length(graph: Graph) -> int:
-    """Returns the ranks that all edges span together; the rank of a node is the longest path
-    to it.
-    """
+    """Returns the ranks that all edges span; a node's rank is the longest path to it."""
     rank: dict[str, int] = {}
     for name in graph.order:
         rank[name] = max((rank[source] + 1 for source in graph.predecessors[name]), default=0)
@@ -230,9 +228,7 @@ def _digraph(
 
 
 def _shares(graph: Graph) -> dict[str, float]:
-    """Returns the share of the compute time of each node but inputs; empty with stages or without
-    times.
-    """
+    """Returns the share of the time of each node but inputs; empty with stages or no times."""
     seconds = {node.id: _seconds(node) for node in graph.nodes.values() if not node.is_input}
     whole = sum(seconds.values())
     if not whole or any(node.stage is not None for node in graph.nodes.values()):

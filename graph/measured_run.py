@@ -42,9 +42,7 @@ class MeasuredRank(ArtifactModel):
 
     @property
     def busy_seconds(self) -> float:
-        """Returns the seconds of the passes and of a share of the update, per minibatch of the
-        rank.
-        """
+        """Returns the seconds of passes and a share of the update, per minibatch of the rank."""
         passes = self.forward.median + self.backward.median
         step = 0.0 if self.update is None else self.update.median
         return passes + step * self.updates / self.minibatches

@@ -112,18 +112,18 @@ class Graph:
     @cached_property
     def predecessors(self) -> Mapping[str, tuple[str, ...]]:
         """Returns the direct inputs of each node, in the order of the edges."""
-        inputs: dict[str, list[str]] = {name: [] for name in self.nodes}
-        for source, target in self.edges:
-            inputs[target].append(source)
-        return {name: tuple(sources) for name, sources in inputs.items()}
+        return self._neighbours((target, source) for source, target in self.edges)
 
     @cached_property
     def successors(self) -> Mapping[str, tuple[str, ...]]:
         """Returns the direct consumers of each node, in the order of the edges."""
-        users: dict[str, list[str]] = {name: [] for name in self.nodes}
-        for source, target in self.edges:
-            users[source].append(target)
-        return {name: tuple(targets) for name, targets in users.items()}
+        return self._neighbours(self.edges)
+
+    def _neighbours(self, pairs: Iterable[tuple[str, str]]) -> Mapping[str, tuple[str, ...]]:
+        neighbours: dict[str, list[str]] = {name: [] for name in self.nodes}
+        for first, second in pairs:
+            neighbours[first].append(second)
+        return {name: tuple(others) for name, others in neighbours.items()}
 
     @cached_property
     def read_nodes(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -228,9 +228,7 @@ def parse_graph(text: str, name: str = "graph.txt") -> Graph:
 
 
 def format_graph(graph: Graph) -> str:
-    """Returns the canonical text: nodes, then edges, in order; without final newline, like
-    PipeDream's.
-    """
+    """Returns the canonical text: nodes, then edges, without final newline, like PipeDream's."""
     nodes = [_format_node(node, graph.size_decimals) for node in graph.nodes.values()]
     return "\n".join(nodes + [f"\t{source} -- {target}" for source, target in graph.edges])
 

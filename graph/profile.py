@@ -276,9 +276,7 @@ class Profile(ArtifactModel):
         return tuple(sharings)
 
     def divide_backward(self, graph: Graph) -> Graph:
-        """Returns the profile's graph with what graph.txt has no room for: how backward passes
-        divide.
-        """
+        """Returns the graph with how backward passes divide, which graph.txt has no room for."""
         return graph.with_nodes(
             replace(
                 graph.nodes[node.id],

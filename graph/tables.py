@@ -17,9 +17,7 @@ _BOUNDLESS = 100_000
 
 
 def make_console(file: TextIO | None = None) -> Console:
-    """Returns a console of the terminal's width, or of a fixed width if the output is redirected;
-    or one that writes to `file`.
-    """
+    """Returns a console of the terminal's width, or a fixed one if redirected or for `file`."""
     from rich.console import Console
 
     # Without emoji=False, `transformers:llama: ...` is printed with an emoji. In a notebook rich
@@ -63,9 +61,7 @@ def print_line(console: Console, line: str) -> None:
 
 
 def end_of(path: str, width: int) -> str:
-    """Returns the path of a module, if it is wider behind dots and cut at one: its end tells
-    more.
-    """
+    """Returns the path; if it is wider, its end, which tells more, cut at a dot."""
     if len(path) <= width:
         return path
     end = path[3 - width :]

@@ -209,9 +209,7 @@ def _stages(events: Sequence[Event]) -> list[int]:
 
 
 def _lighter(colour: str, stages: Sequence[int], stage: int) -> tuple[float, ...]:
-    """Returns the colour of a pass of one of the stages of a rank: as it is for the first of
-    them.
-    """
+    """Returns the colour of a pass, unchanged for the first stage of the rank."""
     share = 0.6 * stages.index(stage) / max(1, len(stages) - 1)
     parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return tuple(part + (1 - part) * share for part in parts)
@@ -298,9 +296,7 @@ def memory_png(
 
 
 def _stage_colours(count: int) -> list[Any]:
-    """Returns up to ten colours that are easy to tell apart; for more stages a scale from first to
-    last.
-    """
+    """Returns up to ten distinct colours; for more stages a scale from first to last."""
     from matplotlib import colormaps
 
     if count <= 10:

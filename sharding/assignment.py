@@ -44,9 +44,7 @@ class LinkedMesh:
 
     @staticmethod
     def of(mesh: Mesh, ranks: Sequence[int], cluster: Cluster) -> LinkedMesh:
-        """Makes the mesh of the devices at these places of a cluster: each axis has its slowest
-        link.
-        """
+        """Makes the mesh of these places of a cluster; each axis has its slowest link."""
         levels = (
             max(
                 (
@@ -122,9 +120,7 @@ class RedistributionRow(ArtifactModel):
 
 
 class ShardingReport(ArtifactModel):
-    """Says what a division of the operators costs, and lists the redistributions that
-    communicate.
-    """
+    """Says what a division of the operators costs, with the steps that communicate."""
 
     mesh: tuple[int, ...]
     minibatch_seconds: NonNegativeFloat
@@ -161,9 +157,7 @@ def redistributions(assignment: Assignment) -> tuple[Redistribution, ...]:
 def inner_sums(
     call: OperatorCall, strategies: Iterable[Strategy], mesh: LinkedMesh
 ) -> tuple[Redistribution, ...]:
-    """Returns the redistributions that add up, in the middle of the operator, what the devices
-    have, by its strategies on the axes.
-    """
+    """Returns the redistributions that add up what devices have in the operator's middle."""
     source = tuple(each.within for each in strategies)
     target = tuple(Replicate() if each == Partial() else each for each in source)
     if source == target:
@@ -210,9 +204,7 @@ def output_target(
 
 
 def _gradient_target(placed: Placements, parameter: Placements) -> Placements:
-    """Returns the placement of a gradient: partial where it is and the parameter is whole, else as
-    the parameter.
-    """
+    """Returns a gradient's placement: partial stays where the parameter is whole, else its own."""
     pairs = zip(placed, parameter, strict=True)
     partial, whole = Partial(), Replicate()
     return tuple(source if (source, its) == (partial, whole) else its for source, its in pairs)

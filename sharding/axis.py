@@ -108,9 +108,7 @@ class AxisProblem:
 
     @cached_property
     def gradients(self) -> Mapping[str, list[str]]:
-        """Maps what the graph is given to the value that is its gradient, and the other way
-        round.
-        """
+        """Maps what the graph is given to the value of its gradient, and back."""
         pairs: dict[str, list[str]] = defaultdict(list)
         for output in self.graph.outputs:
             primal = self.input_values.get((output.role.removesuffix(" gradient"), output.name))
@@ -150,9 +148,7 @@ class AxisProblem:
         return sum(step.seconds for step in steps)
 
     def inner_cost(self, name: str, strategy: Strategy) -> tuple[float, int]:
-        """Returns the seconds and number of what the devices add up in the middle of an
-        operator.
-        """
+        """Returns seconds and number of the sums in the middle of an operator."""
         node = self.nodes[name]
         if isinstance(node, StageInput) or strategy.within != Partial():
             return 0.0, 0
@@ -217,9 +213,7 @@ def results(node: AxisNode) -> tuple[str | None, ...]:
 def local_operators(
     operator: Operator, chosen: tuple[Strategy, ...], mesh: Mesh
 ) -> tuple[Operator, ...]:
-    """Returns the operators that devices have when the first axes are divided so: the largest and
-    the smallest, between which there are none.
-    """
+    """Returns the largest and the smallest operator of a device, the first axes divided so."""
     locals_ = [operator]
     for strategy, devices in zip(chosen, mesh, strict=False):
         locals_ = [

@@ -195,9 +195,7 @@ class _AxisSearch:
         )
 
     def _puts_off(self, name: str, strategy: Strategy) -> bool:
-        """Tells whether a sum that the operator reads is not had in full by all devices after
-        it.
-        """
+        """Tells whether a sum that the operator reads is not whole on all devices after it."""
         node = self.problem.nodes[name]
         sources = [self._placed(value) for value in reads(node)]
         return any(
@@ -206,9 +204,7 @@ class _AxisSearch:
         )
 
     def _later(self, name: str) -> list[float]:
-        """Returns the seconds until all devices have the outputs, for those that nobody has asked
-        for.
-        """
+        """Returns the seconds to replicate the outputs that nobody has asked for."""
         later = []
         for value in results(self.problem.nodes[name]):
             source = self._placed(value) if value is not None else None

@@ -45,9 +45,7 @@ from pipedream.graph.placements.regions import (
 
 
 class Collective(Enum):
-    """Names what the devices of an axis do together in a step; the last three need no
-    communication.
-    """
+    """Names what an axis does together in a step; the last three send nothing."""
 
     ALL_GATHER = "all-gather"
     """Shard to Replicate."""
@@ -110,9 +108,7 @@ class Step:
 
 
 def is_free(mesh: Mesh, placements: Placements, axis: int, placement: Placement) -> bool:
-    """Tells whether no later axis shards the dimension that `placement` shards, or would on
-    `axis`.
-    """
+    """Tells whether no later axis shards the dimension that `placement` shards."""
     return not isinstance(placement, Shard) or not any(
         isinstance(later, Shard) and later.dim == placement.dim and size > 1
         for later, size in zip(placements[axis + 1 :], mesh[axis + 1 :], strict=True)
@@ -122,9 +118,7 @@ def is_free(mesh: Mesh, placements: Placements, axis: int, placement: Placement)
 def make_step(
     tensor: MeshTensor, source: Placements, axis: int, placement: Placement
 ) -> Step | None:
-    """Returns the step from `source` to `placement` on the axis; None if one step does not lead
-    there.
-    """
+    """Returns the step to `placement` on the axis; None if one step does not lead there."""
     current = source[axis]
     if current == placement:
         return None

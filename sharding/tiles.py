@@ -39,9 +39,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class TileTransfers:
-    """Lists what is sent between two stages: first `sends`, then `gathers` among the target
-    devices.
-    """
+    """Lists what is sent: first `sends`, then `gathers` among the target devices."""
 
     sends: tuple[Transfer, ...]
     """From source to target devices; at most one for each pair."""
@@ -49,9 +47,7 @@ class TileTransfers:
     """From target to target devices; at most one for each pair."""
 
     def sent(self, element_bytes: int) -> dict[int, int]:
-        """Returns the bytes that source devices send, by device; those that send nothing are left
-        out.
-        """
+        """Returns the bytes that source devices send, by device, without zeros."""
         return _bytes(element_bytes, ((each.source, each.region) for each in self.sends))
 
     def received(self, element_bytes: int) -> dict[int, int]:
@@ -99,9 +95,7 @@ def _tiles(shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> dict[R
 
 
 def _shares(tile: Region, devices: list[int]) -> list[tuple[int, Region]]:
-    """Returns the tile in disjoint parts, one for each device, cut along its longest dimension;
-    without empty ones.
-    """
+    """Returns the parts of the tile for each device, of its longest dimension; none empty."""
     if len(devices) == 1 or not tile.dims:
         return [(devices[0], tile)]
     dim = tile.shape.index(max(tile.shape))

@@ -190,9 +190,7 @@ def _same_items(one: Any, other: Any) -> bool:
 
 
 def _line_that_changes(probe: Callable[[], object], call: Callable[[], object]) -> str:
-    """Returns `FILE:LINE: ` of the user's line in which `probe()` changes while `call()` runs, or
-    empty.
-    """
+    """Returns `FILE:LINE: ` of the user's line in which `probe()` changes in `call()`, or empty."""
     before, last, changed_at = probe(), "", ""
 
     def look(frame: FrameType, event: str, _: Any) -> Any:

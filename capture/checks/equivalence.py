@@ -52,9 +52,7 @@ class Tolerance:
 
     @staticmethod
     def of(figures: Figures, rounded: Figures, dtype: torch.dtype) -> Tolerance:
-        """Returns the tolerance for operators that compute in `dtype`. `rounded`: of parameters
-        that were rounded.
-        """
+        """Returns the tolerance in `dtype`. `rounded`: figures of parameters that were rounded."""
         rounding, squares, elements = dict[str, float](), 0.0, 0
         for name, figure in figures.items():
             if figure is None:
@@ -220,9 +218,7 @@ def _coarsest(types: Set[torch.dtype]) -> torch.dtype:
 
 
 def any_loss(output: Any) -> Tensor:
-    """Returns a number that depends on all elements of what a model returns, each in another
-    way.
-    """
+    """Returns a number that depends on each element of what a model returns differently."""
     generator, total = torch.Generator().manual_seed(0), torch.zeros((), dtype=torch.float64)
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -278,9 +274,7 @@ def _unchanged_buffers(model: nn.Module) -> Iterator[Callable[[], Figures]]:
 
 
 def restore(buffer: Tensor, value: Tensor) -> None:
-    """Gives a buffer its value again, if it has changed; one that cannot be written has not: a view
-    in which elements share memory.
-    """
+    """Restores a buffer if it has changed: a view of shared elements cannot be written."""
     if not torch.equal(buffer, value):
         with torch.no_grad():
             buffer.copy_(value)

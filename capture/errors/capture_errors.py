@@ -85,9 +85,7 @@ _TAKEN = frozenset({*dir(fx.GraphModule), "meta"}) - {*dir(nn.Module)}
 
 
 def capture_error(error: BaseException, model: nn.Module, where: str = "") -> UserError:
-    """Returns the UserError for an error that `model` raised during the capture, or at `FILE:LINE:
-    `.
-    """
+    """Returns the UserError for an error of `model` during the capture, or at `where`."""
     known = f"{type(error).__name__}: {error}"
     reason = next((means for sign, means in _KNOWN if re.search(sign, known)), None)
     if isinstance(error, UserError):
@@ -152,9 +150,7 @@ def blaming_modules(source: str, model: nn.Module) -> Iterator[None]:
 
 
 def cannot_capture(model: nn.Module, reason: str, where: str = "") -> UserError:
-    """Returns the UserError for `reason`; `where` is `FILE:LINE: `, by default of the user's
-    forward.
-    """
+    """Returns the UserError; `where` is `FILE:LINE: `, by default of the user's forward."""
     name = type(model).__name__
     return UserError(f"{where or _forward(model)}{name} cannot be captured: {reason}")
 
@@ -279,9 +275,7 @@ def _hooked(what: str) -> str:
 
 
 def _place_in_library(error: BaseException) -> str:
-    """Returns `FILE:LINE: ` of the last line in a library other than torch and this package, or
-    empty.
-    """
+    """Returns `FILE:LINE: ` of the last line in another library than torch, or empty."""
     our_folders = (str(Path(torch.__file__).parent), *package_folders())
     theirs = [
         frame

@@ -137,9 +137,7 @@ def _import(name: str, source: str, directory: Path | None) -> ModuleType:
 
 
 def _import_beside_torchvision(name: str) -> ModuleType:
-    """Imports the module even if it imports a torchvision for another build of torch, as
-    transformers does.
-    """
+    """Imports the module even if it imports a torchvision built for another torch."""
     try:
         return importlib.import_module(name)
     except Exception as error:

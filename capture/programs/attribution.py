@@ -105,9 +105,7 @@ def _model_on(captured: Captured, device: torch.device) -> Iterator[Segment]:
 
 
 class _Labels:
-    """Labels operators as they are recorded: each with whose they are from then on back to the last
-    that has a label.
-    """
+    """Labels operators as they are recorded, back to the last that has a label."""
 
     def __init__(self) -> None:
         self.running = ("", False)
@@ -116,15 +114,11 @@ class _Labels:
         """Those that exist stay alive, as another might get the identity of one that does not."""
 
     def seed(self) -> None:
-        """Gives the next draw a seed of its own, as in a run: so each seed is an input of the
-        passes.
-        """
+        """Gives the next draw a seed of its own, an input of the passes, as in a run."""
         note_seed(nn.Identity())
 
     def ran(self, node: str, result: Any) -> None:
-        """Labels, after an operator of `node` in the forward pass, what was recorded for it, and
-        has its backward pass labelled.
-        """
+        """Labels what was recorded for an operator of `node`, and later its backward pass."""
         mode = get_proxy_mode()
         if mode is None:
             return
@@ -163,9 +157,7 @@ class _Labels:
 
 
 def _labelling(module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels) -> fx.GraphModule:
-    """Returns the same module, which calls `labels.ran` after each operator, and `labels.seed`
-    before one that draws random numbers.
-    """
+    """Returns the module, calling `labels.ran` after operators, `labels.seed` before draws."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:

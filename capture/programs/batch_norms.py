@@ -106,9 +106,7 @@ class DividedBatchNorm:
 
 
 def _statistics(data: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the mean and variance of each channel. Their type is that of running statistics,
-    which are new ones here.
-    """
+    """Returns mean and variance of each channel, in the type of new running statistics."""
     running = torch.zeros(data.shape[1], dtype=dtype, device=data.device)
     mean, variance = torch.batch_norm_update_stats(data, running, running.clone(), 0.0)
     return mean, variance

@@ -1,6 +1,4 @@
-"""A joint graph as plain data, for what plans how to divide its operators; and an operator of that
-data, executed.
-"""
+"""A joint graph as plain data for planners, and an operator of that data, executed."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ def executable(described: Operator) -> torch._ops.OpOverload:
 def read_arguments(
     described: Operator, inputs: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call of the operator, with these inputs: tensors, or nodes of a
-    graph.
-    """
+    """Returns the arguments of a call with these inputs: tensors, or nodes of a graph."""
     arguments = tuple(_read(each, inputs) for each in described.arguments)
     return arguments, {name: _read(value, inputs) for name, value in described.keywords}
 
@@ -87,9 +83,7 @@ def read_arguments(
 def describe_operator(
     target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[Operator, list[Any]]:
-    """Describes the operator, and returns its inputs in their order. These are tensors, or nodes
-    that have one.
-    """
+    """Describes the operator, and returns its inputs in order: tensors, or nodes with one."""
     sources: list[Any] = []
     arguments = tuple(_plain(each, sources) for each in args)
     keywords = tuple((name, _plain(value, sources)) for name, value in kwargs.items())

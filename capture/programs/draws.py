@@ -49,9 +49,7 @@ def note_seed(hook: nn.Module) -> bool:
 
 @contextmanager
 def noting_seeds() -> Iterator[None]:
-    """Gives the context of a trace: the nodes that draw know afterwards by which hook they were
-    seeded.
-    """
+    """Gives the context of a trace, after which nodes that draw know the hook that seeded them."""
     noted: _Noted = []
     token = _noted.set(noted)
     try:
@@ -138,9 +136,7 @@ def _empty_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _members(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the draws that need no data, what is computed of them alone, and what they are made
-    of.
-    """
+    """Returns draws that need no data, what comes of them alone, and what they are made of."""
     barred = set[fx.Node]()
     while True:
         free = _free(graph, barred)

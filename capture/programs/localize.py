@@ -79,9 +79,7 @@ class _Redistribution:
 
 
 class _Localizer:
-    """`nodes`: those of the new graph by the node that they stand for; `known`: by value and
-    placements.
-    """
+    """Holds new `nodes` by the old ones; `known`: by value and placements."""
 
     def __init__(
         self,
@@ -164,8 +162,7 @@ class _Localizer:
 
     def _local_operator(self, call: OperatorCall) -> Operator:
         sizes, local = self.assignment.mesh.sizes, call.operator
-        places = coordinates(sizes, self.device)
-        strategies = self.assignment.strategies[call.name]
+        places, strategies = coordinates(sizes, self.device), self.assignment.strategies[call.name]
         for strategy, size, place in zip(strategies, sizes, places, strict=True):
             local = local_operator(local, strategy, size, place)
         return local
@@ -217,9 +214,7 @@ class _Localizer:
         return self._at(value, output_target(output, self._initial(value), inputs))
 
     def _local(self, like: Tensor, value: str, placements: Placements) -> Tensor:
-        """Makes what the device holds of a value, without its contents; in memory in the same
-        order.
-        """
+        """Makes the device's part of a value without contents, laid out in memory alike."""
         whole, sizes = self.types[value].shape, self.assignment.mesh.sizes
         shape = held_region(whole, sizes, placements, self.device).shape
         if shape == tuple(like.shape):

@@ -25,9 +25,7 @@ LOSS = "the loss"
 
 @dataclass(frozen=True)
 class Target:
-    """Holds what the loss compares the output with: `tensors`, named like values of a stage, in the
-    structure `spec`.
-    """
+    """Holds the `tensors` of a target, named like values of a stage, in the structure `spec`."""
 
     tensors: Mapping[str, Tensor]
     spec: pytree.TreeSpec

@@ -24,9 +24,7 @@ Values: TypeAlias = dict[fx.Node, Tensor]
 
 @dataclass(frozen=True)
 class Kept:
-    """Holds what the gradients of the weights need, and the outputs `without` a gradient, as
-    tangents.
-    """
+    """Holds what weight gradients need, and the tangents of outputs `without` a gradient."""
 
     values: Values
     without: Set[fx.Node]
@@ -131,9 +129,7 @@ class Program:
 
     @cached_property
     def _later(self) -> Mapping[str, Set[fx.Node]]:
-        """Returns, of what the gradient of each parameter needs and gives, what those after it
-        need.
-        """
+        """Returns what gradients of later parameters need of each one's needs and results."""
         later, needed = dict[str, Set[fx.Node]](), set[fx.Node]()
         for name, part in reversed(list(self.parts.weights.items())):
             later[name] = {node for node in (*part.needs, *part.results) if node in needed}
@@ -172,16 +168,12 @@ def traced_program(
 
 
 def _handed_on(box: list[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the tensors of the box, in the place of a part without operators, such as for a
-    gradient that is there already.
-    """
+    """Returns the tensors of the box: runs a part without operators."""
     return tuple(reversed(box))
 
 
 def _laid_out(node: fx.Node, tensor: Tensor | None) -> Tensor:
-    """Returns the values of a placeholder, zeros by default, in memory as that of the trace:
-    operators were chosen for it.
-    """
+    """Returns the values, zeros by default, laid out as in the trace that chose operators."""
     traced: Tensor = node.meta["val"]
     if tensor is not None and tensor.stride() == traced.stride():
         return tensor.detach()

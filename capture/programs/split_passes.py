@@ -61,10 +61,7 @@ class SplitPasses:
 
 
 def split_passes(joint: Joint) -> SplitPasses:
-    """Divides the graph, and in place the operators that compute all gradients of a convolution.
-
-    Raises CannotDivide.
-    """
+    """Divides the graph, and backward convolutions in place. Raises CannotDivide."""
     _divide_operators(joint.module.graph)
     order = {node: place for place, node in enumerate(joint.module.graph.nodes)}
     gradients = [node for node in joint.input_gradients if node is not None]
@@ -91,9 +88,7 @@ def split_passes(joint: Joint) -> SplitPasses:
 
 
 def _by_weight(done: Set[fx.Node], learned: Mapping[str, fx.Node]) -> dict[str, Set[fx.Node]]:
-    """Returns what is computed for each of the gradients that is not done before, or for another
-    one.
-    """
+    """Returns what is computed for each gradient and not done before or for another one."""
     members: dict[str, Set[fx.Node]] = {}
     for name, gradient in learned.items():
         members[name] = _before([gradient]) - done
@@ -192,9 +187,7 @@ def own_memory(gradients: Mapping[str, fx.Node | None]) -> frozenset[str]:
 
 
 def _is_alone(node: fx.Node) -> bool:
-    """Tells whether there is one way from the operator that allocates to this value and to
-    nowhere.
-    """
+    """Tells whether the memory of this value leads from its allocation nowhere else."""
     while node.op == "call_function" and len(node.users) == 1:
         source = node.args[0] if node.args else None
         if node.target is operator.getitem:

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipedream.capture.rewrites.no_grad import needing_gradients
-from pipedream.capture.rewrites.views import (
-    can_be_replaced,
-    emit,
-    replaced,
-    source_of,
-    view_again,
-)
+from pipedream.capture.rewrites.views import can_be_replaced, emit, replaced, source_of, view_again
 from pipedream.capture.rewrites.writes import (
     aliases,
     attribute,
@@ -55,9 +49,7 @@ _VIEWS: dict[object, torch._ops.OpOverload] = {
 
 
 def make_functional(module: fx.GraphModule) -> None:
-    """Replaces in-place writes by new values, except those to buffers, and to memory whose views
-    cannot be made again.
-    """
+    """Replaces in-place writes by new values, except to buffers and unknown views."""
     for state in module.graph.find_nodes(op="get_attr"):
         _copy_state(state)
     for node in module.graph.nodes:
@@ -101,9 +93,7 @@ def _copy_state(state: fx.Node) -> None:
 
 
 def _replace_renaming(node: fx.Node) -> None:
-    """Replaces `squeeze_` and the like by views: they write no memory, but change what is read
-    after them.
-    """
+    """Replaces `squeeze_` and the like, which only change what is read after them, by views."""
     view = _VIEWS.get(node.target)
     if view is None:
         return
@@ -226,9 +216,7 @@ class _Memory:
         return self.shown[chain]
 
     def _is_current(self, view: fx.Node) -> bool:
-        """Tells whether nothing has been written since its operator ran; `chunk` gives several
-        views.
-        """
+        """Tells whether nothing was written since its operator, such as `chunk`, ran."""
         several = view.args[0] if view.target is operator.getitem else view
         return isinstance(several, fx.Node) and self.read_after.get(several, 0) == self.writes
 
@@ -247,9 +235,7 @@ class _Memory:
 
 
 def _new_value(node: fx.Node, before: fx.Node) -> fx.Node:
-    """Adds what the operator in place gives, made anew in the type and shape of what it would
-    write.
-    """
+    """Adds the result of the operator in place as a new value, of the same type and shape."""
     graph, old, target = node.graph, before.meta["val"], _functional(node.target)
     if node.target is _aten.copy_.default:
         source = node.args[1]
@@ -274,9 +260,7 @@ def _converted(value: fx.Node, old: Tensor, like: fx.Node) -> fx.Node:
 
 
 def _functional(target: object) -> torch._ops.OpOverload | None:
-    """Returns `aten.relu.default` for `aten.relu_.default`, or None if there is no such
-    operator.
-    """
+    """Returns `aten.relu.default` for `aten.relu_.default`, or None if there is none."""
     if target in _OTHER_NAMES or not isinstance(target, torch._ops.OpOverload):
         return _OTHER_NAMES.get(target)
     name = target._schema.name.partition("::")[2]

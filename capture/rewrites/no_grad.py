@@ -31,9 +31,7 @@ def inline_no_grad(module: fx.GraphModule) -> None:
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """Makes `torch.inference_mode()` mean `torch.no_grad()` within: torch.export overlooks the
-    former.
-    """
+    """Makes `torch.inference_mode()`, which torch.export overlooks, mean `torch.no_grad()`."""
     mode: Any = torch.inference_mode
     enter, leave, entered = mode.__enter__, mode.__exit__, list[Any]()
 
@@ -68,9 +66,7 @@ class _Inlining:
     def _emit(
         self, part: fx.GraphModule, known: Mapping[fx.Node, Any], gradients: bool
     ) -> list[Any]:
-        """Adds the operators of `part`, whose placeholders are `known`, and returns their
-        results.
-        """
+        """Adds the operators of `part` with `known` placeholders; returns their results."""
         copies, detached = dict(known), dict[fx.Node, fx.Node]()
 
         def read(node: fx.Node) -> Any:

@@ -52,9 +52,7 @@ def _gives_views(node: fx.Node) -> bool:
 def emit(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: fx.Node
 ) -> fx.Node:
-    """Adds an operator at the place and with the meta of `like`; what it gives is known by
-    shape.
-    """
+    """Adds an operator with the meta of `like`, and the shape of what it gives."""
     node = graph.call_function(target, args, dict(kwargs))
     node.meta = {**like.meta, "val": None}
     with torch.no_grad():

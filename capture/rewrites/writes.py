@@ -69,9 +69,7 @@ def attribute(state: fx.Node) -> object:
 
 
 def written_attributes(node: fx.Node) -> Iterator[str]:
-    """Yields the names of the parameters and buffers that an operator writes into, also through
-    views.
-    """
+    """Yields the names of parameters and buffers that an operator writes into, by views too."""
     for target in targets(node):
         yield from (str(each.target) for each in aliases(target) if each.op == "get_attr")
 
@@ -82,9 +80,7 @@ def changes_something(node: fx.Node) -> bool:
 
 
 def aliases(value: fx.Node) -> set[fx.Node]:
-    """Returns all values that may share memory with `value`: views of it, what it views, and
-    so on.
-    """
+    """Returns all values that may share memory with `value`, views of views included."""
 
     def sharing(node: fx.Node) -> list[fx.Node]:
         return viewed(node) + [user for user in node.users if node in viewed(user)]
@@ -115,9 +111,7 @@ def viewed(node: fx.Node) -> list[fx.Node]:
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """Returns what is equal for values that shared memory when the model ran on tensors without
-    contents; None for what is no tensor.
-    """
+    """Returns an identity of the memory in the export; None for what is no tensor."""
     value = node.meta.get("val")
     return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
 

@@ -17,13 +17,7 @@ from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_m
 from pipedream.capture.loss import Loss, load_loss
 from pipedream.capture.sources.datasets import huggingface
 from pipedream.capture.sources.image_folder import image_folder
-from pipedream.capture.sources.minibatch import (
-    Dataset,
-    examples,
-    in_type,
-    minibatch,
-    model_inputs,
-)
+from pipedream.capture.sources.minibatch import Dataset, examples, in_type, minibatch, model_inputs
 from pipedream.capture.sources.named_examples import (
     NamedExamples,
     bind_inputs,

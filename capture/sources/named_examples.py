@@ -123,10 +123,7 @@ def input_names(dataset: Any, loss: str) -> tuple[str, ...] | None:
 
 
 def bind_inputs(model: nn.Module, names: Sequence[str], source: str, data: str) -> nn.Module:
-    """Makes the model take its inputs by position, in the order of these names.
-
-    Raises UserError if its `forward` has no such parameter.
-    """
+    """Makes the model take its inputs by position, in this order, or raises UserError."""
     kind = type(model)
     for name in names:
         if not accepts(kind.forward, name):

@@ -46,10 +46,7 @@ def load_transformers(name: str, args: Mapping[str, Any]) -> nn.Module:
 
 
 def take_labels(model: nn.Module, source: str) -> nn.Module:
-    """Makes the model take `labels`, from which it computes its loss, as its last input.
-
-    Raises UserError if the model takes no labels.
-    """
+    """Makes the model take `labels`, for its own loss, as last input, or raises UserError."""
     kind = type(model)
     if not accepts(kind.forward, "labels"):
         raise UserError(f"loss output: {source} takes no labels: name a loss of its logits")

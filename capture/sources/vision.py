@@ -20,10 +20,7 @@ _TASKS = ("models", "models.segmentation", "models.video")
 
 
 def load_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
-    """Creates the model `name`, with random weights unless `args` has `weights`.
-
-    Raises UserError.
-    """
+    """Creates the model, with random weights unless `args` has `weights`. Raises UserError."""
     task = _task(name)
     models = importlib.import_module("torchvision.models")
     builder = models.get_model_builder(name)

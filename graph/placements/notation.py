@@ -6,13 +6,7 @@ from __future__ import annotations
 
 import re
 
-from pipedream.graph.placements.placement import (
-    Partial,
-    Placement,
-    Placements,
-    Replicate,
-    Shard,
-)
+from pipedream.graph.placements.placement import Partial, Placement, Placements, Replicate, Shard
 
 _SHARD = re.compile(r"S\(\s*([0-9]+)\s*(?:,\s*chunks\s*=\s*([1-9][0-9]*)\s*)?\)")
 

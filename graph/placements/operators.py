@@ -92,9 +92,7 @@ class Operator(ArtifactModel):
         return numbers
 
     def input_at(self, position: int) -> int | None:
-        """Returns the number of the input at this positional argument; None if there is no
-        tensor.
-        """
+        """Returns the number of the input at this argument; None if there is no tensor."""
         value = self.argument(position)
         return value.input if isinstance(value, Input) else None
 

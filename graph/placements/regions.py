@@ -16,13 +16,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from typing import TypeAlias
 
-from pipedream.graph.placements.placement import (
-    Mesh,
-    Placements,
-    Shard,
-    coordinates,
-    sharding_axes,
-)
+from pipedream.graph.placements.placement import Mesh, Placements, Shard, coordinates, sharding_axes
 
 Interval: TypeAlias = tuple[int, int]
 """The indices from the first number up to, and without, the second."""
@@ -117,9 +111,7 @@ def intersection(first: Region, second: Region) -> Region:
 
 
 def positions(part: Region, region: Region) -> Region:
-    """Returns where the elements of `part` are in the local tensor of `region`, which has all of
-    them.
-    """
+    """Returns where `part`, which is within `region`, is in the local tensor of that."""
     dims = tuple(map(_dim_positions, part.dims, region.dims))
     local_region = Region(dims)
     assert local_region.size == part.size, f"{part} is not within {region}"
@@ -169,22 +161,21 @@ def _chunk_parts(size: int, parts: int, index: int, chunks: int) -> Intervals:
 
 def select(region: Intervals, local: Intervals) -> Intervals:
     """Returns the indices at the `local` positions of `region`."""
-    offset, selected = 0, []
-    for begin, end in region:
-        here = _common(((offset, offset + end - begin),), local)
-        selected += [(begin + first - offset, begin + last - offset) for first, last in here]
-        offset += end - begin
-    return _merged(selected)
+    return _moved(local, _packed(region), region)
 
 
 def _dim_positions(part: Intervals, region: Intervals) -> Intervals:
     """Returns the positions of `part` in `region`: the inverse of `select`."""
-    offset, local = 0, []
-    for begin, end in region:
-        here = _common(((begin, end),), part)
-        local += [(first - begin + offset, last - begin + offset) for first, last in here]
-        offset += end - begin
-    return _merged(local)
+    return _moved(part, region, _packed(region))
+
+
+def _moved(part: Intervals, source: Intervals, target: Intervals) -> Intervals:
+    """Returns where `part` of the `source` intervals is if each becomes the `target` one."""
+    return _merged(
+        (to + first - begin, to + last - begin)
+        for (begin, end), (to, _) in zip(source, target, strict=True)
+        for first, last in _common(((begin, end),), part)
+    )
 
 
 def _common(first: Intervals, second: Intervals) -> Intervals:
@@ -193,9 +184,7 @@ def _common(first: Intervals, second: Intervals) -> Intervals:
 
 
 def _merged(intervals: Iterable[Interval]) -> Intervals:
-    """Returns the intervals without empty ones, and with neighbours joined; they come in ascending
-    order.
-    """
+    """Returns ascending intervals without empty ones, and with neighbours joined."""
     merged: list[Interval] = []
     for begin, end in intervals:
         if begin >= end:

@@ -43,9 +43,7 @@ class PlacementTexts(ArtifactModel):
     """
 
     def requests(self, axes: int) -> Requests:
-        """Returns the requests for a mesh of so many axes. Raises ValueError that names the
-        placement which is wrong.
-        """
+        """Returns the requests for so many axes. Raises ValueError that names a wrong placement."""
         parameters, values = (
             {name: _read(name, text, axes) for name, text in texts.items()}
             for texts in (self.parameters, self.values)
@@ -66,9 +64,7 @@ def _read(name: str, text: str, axes: int) -> Placements:
 
 
 def requested_values(graph: OperatorGraph, mesh: Mesh, requests: Requests) -> dict[str, Placements]:
-    """Returns the placements that are set for values, parameters and buffers among them, by name of
-    the value. Raises UserError.
-    """
+    """Returns the placements set for values, parameters among them, by name. Raises UserError."""
     requested: dict[str, Placements] = {}
     for each, pattern, placements in _matches(graph, requests.parameters):
         where = f"parameters.{pattern}"

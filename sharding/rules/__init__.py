@@ -65,9 +65,7 @@ def strategies(
 
 
 def summed_types(operator: Operator) -> tuple[TensorType, ...]:
-    """Returns the types of what devices add up in the middle of the operator, where a strategy says
-    that they do.
-    """
+    """Returns the types of what devices add up in the operator's middle, if its strategy does."""
     rule = RULES.get(operator.family)
     return () if rule is None else rule.sums(operator)
 

@@ -36,9 +36,7 @@ def _allows(groups_at: int, operator: Operator, strategy: Strategy, devices: int
 def _letters(
     operator: Operator, groups_at: int, devices: int, dims: int
 ) -> tuple[str, str, str, str]:
-    """Returns the letters of input, weight, bias and output; g: the groups, if the devices have
-    whole ones.
-    """
+    """Returns the letters of input, weight, bias and output; g: whole groups on a device."""
     rest = "." * (dims - 2)
     groups = operator.integer(groups_at)
     if groups > 1:
@@ -82,9 +80,7 @@ def _local_sizes(whole: Operator, local: Operator) -> Arguments:
 
 
 def _groups(whole: Operator, local: Operator, groups_at: int, weight: int) -> int:
-    """Returns the groups of a device: of several, as many as it has of the weight's first
-    dimension.
-    """
+    """Returns a device's groups: of several, its share of the weight's first dimension."""
     groups = whole.integer(groups_at)
     if groups == 1:
         return 1

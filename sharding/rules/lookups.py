@@ -25,18 +25,14 @@ def rules() -> dict[str, DivisionRule]:
 
 
 def _embedding(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Divides a weight of words and their vectors, and numbers of words; the vocabulary is not
-    divided.
-    """
+    """Divides word vectors, but not the vocabulary, and numbers of words."""
     numbers = letters_of(operator.inputs[1].shape)
     output = TermSum(f"{numbers}z", [[0, 1]])
     yield from divisions([".z", numbers], [output], [0])
 
 
 def _embedding_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Yields the strategies; if gradients are divided by how often a word occurs, all occurrences
-    must be there.
-    """
+    """Divides words, unless gradients are divided by how often each occurs."""
     shape = operator.inputs[1].shape
     numbers = "." * len(shape) if operator.argument(4, False) else letters_of(shape)
     yield from divisions([f"{numbers}z", numbers], [TermSum(".z", [[0, 1]])], [0])
@@ -57,9 +53,7 @@ def _class_loss(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _class_loss_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Divides gradient, logarithms, classes, perhaps weights, and their sum, which is that of the
-    whole batch.
-    """
+    """Divides gradient, logarithms, classes, weights, and the sum of the whole batch's."""
     if len(operator.inputs[1].shape) < 2:
         return
     data, target = _class_letters(operator, 1)

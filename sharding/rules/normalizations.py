@@ -18,14 +18,7 @@ from dataclasses import replace
 from pipedream.graph.placements.operators import Operator, TensorType
 from pipedream.graph.placements.placement import Placements, Shard
 from pipedream.sharding.rules.indices import TermSum, divisions, letters_of
-from pipedream.sharding.rules.strategy import (
-    Arguments,
-    DivisionRule,
-    P,
-    R,
-    Strategy,
-    no_chunks,
-)
+from pipedream.sharding.rules.strategy import Arguments, DivisionRule, P, R, Strategy, no_chunks
 
 _BATCH_NORMS = {
     "native_batch_norm": 5,
@@ -69,9 +62,7 @@ def _layer_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _layer_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Divides gradient, input, mean, deviation, weight, bias; gradients of input, weight and
-    bias.
-    """
+    """Divides gradient, input, mean, deviation, weight, bias; three gradients."""
     data, statistics, weight = _layer_letters(operator, 1)
     inputs = [data, data, statistics, statistics] + [weight] * (len(operator.inputs) - 4)
     factor = operator.input_at(5)
@@ -81,9 +72,7 @@ def _layer_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]
 
 
 def _layer_letters(operator: Operator, data_at: int) -> tuple[str, str, str]:
-    """Returns the letters of the data, their statistics and the weight, for each dimension that is
-    normalized.
-    """
+    """Returns the letters of data, statistics, and weight: a dot where it normalizes."""
     shape = operator.inputs[data_at].shape
     weight = "." * len(operator.integers(2 if data_at else 1))
     batch = letters_of(shape[: len(shape) - len(weight)])
@@ -109,9 +98,7 @@ def _group_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]
 def _group_letters(
     operator: Operator, data_at: int, groups: int, devices: int
 ) -> tuple[str, str, str]:
-    """Returns the letters of the data, their statistics and the weight; devices have whole groups
-    of channels.
-    """
+    """Returns the letters of data, statistics and weight; devices have whole groups."""
     rank = len(operator.inputs[data_at].shape)
     g = "." if groups % devices else "g"
     return f"n{g}" + "." * (rank - 2), f"n{g}", g
@@ -150,9 +137,7 @@ def _batch_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _divided_batch_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Divides batch norm by channels, and in training along all other dimensions with sums of the
-    statistics.
-    """
+    """Divides by channels, in training also all other dimensions, with sums of statistics."""
     for strategy in _batch_norm(operator, devices):
         by_channels = strategy.inputs[0] == Shard(1)
         yield replace(strategy, within=Shard(0)) if by_channels else strategy
@@ -168,9 +153,7 @@ def _along(dim: int, types: tuple[TensorType | None, ...]) -> Placements:
 
 
 def _statistics(operator: Operator) -> tuple[TensorType, ...]:
-    """Returns the types of the sum of each channel's elements, and then of that of their squared
-    deviations.
-    """
+    """Returns the types of each channel's sum, then of that of squared deviations."""
     return (_summed_type(operator.inputs[0], ()),) * 2
 
 

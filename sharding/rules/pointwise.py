@@ -35,9 +35,7 @@ _BACKWARD = """
 
 
 def rules() -> dict[str, DivisionRule]:
-    """Returns the rules by family; those that write the result into their first input are the
-    same.
-    """
+    """Returns the rules by family; operators in place have the same."""
     table = {name: DivisionRule(_nonlinear) for name in _NONLINEAR.split()}
     table |= dict.fromkeys(("add", "sub", "rsub"), DivisionRule(_sum))
     table |= {"mul": DivisionRule(_product), "div": DivisionRule(_quotient)}

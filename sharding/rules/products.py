@@ -62,9 +62,7 @@ def _attention(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _attention_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Divides gradient, query, key, value, result, logarithms, and perhaps a mask; three
-    gradients.
-    """
+    """Divides gradient, query, key, value, result, logarithms, a mask; three gradients."""
     if operator.argument(6, 0.0):
         return
     query, key, value, *mask = _attention_letters(operator, 1, causal_at=7)

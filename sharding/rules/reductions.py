@@ -69,9 +69,7 @@ def _reduction(
     linear: Collection[int] = (),
     dims_at: int = 1,
 ) -> Iterator[Strategy]:
-    """Divides a reduction to one element for all along some dimensions, which are kept in the
-    output or not.
-    """
+    """Divides a reduction along some dimensions, which stay in the output or not."""
     if len(operator.inputs) != 1:
         return
     shape = operator.inputs[0].shape
@@ -100,9 +98,7 @@ def _along(
 
 
 def _loss(position: int, operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Divides a loss of each element, or their sum, which can be divided, or their mean, which
-    cannot.
-    """
+    """Divides a loss of each element, or their sum; their mean cannot be divided."""
     reduction = operator.integer(position, 1)
     if reduction == 0 or reduction == SUM:
         shape = operator.inputs[0].shape

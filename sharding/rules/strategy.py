@@ -60,9 +60,7 @@ class DivisionRule:
 
 
 def no_chunks(operator: Operator, strategy: Strategy, devices: int) -> bool:
-    """Tells whether no dimension is divided in chunks, for operators to which the order of indices
-    matters.
-    """
+    """Tells whether nothing is in chunks, for operators to which the order matters."""
     return all(each.chunks == 1 for each in strategy.shards)
 
 
@@ -71,9 +69,7 @@ def replicated(operator: Operator) -> Strategy:
 
 
 def in_chunks(strategies: Iterable[Strategy], chunks: Iterable[int]) -> Iterator[Strategy]:
-    """Yields the strategies, with as many chunks as they have, and these numbers of times as
-    many.
-    """
+    """Yields the strategies with their chunks, and with these multiples of them."""
     numbers = tuple(dict.fromkeys((1, *chunks)))
     for strategy in strategies:
         for number in numbers if strategy.shards else (1,):

@@ -49,9 +49,7 @@ def output_shape(whole: Operator, local: Operator) -> Arguments:
 
 
 def _view(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Yields all pairs of dimensions that hold the same elements, with as few chunks as there can
-    be.
-    """
+    """Yields the pairs of dimensions with the same elements, with the fewest chunks."""
     before, after = operator.inputs[0].shape, operator.output.shape
     yield Strategy((P,), (P,))
     for (dim, size), (to, other) in product(enumerate(before), enumerate(after)):
