@@ -8,7 +8,7 @@ from functools import reduce
 from math import prod
 from operator import add
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -304,8 +304,10 @@ class PlanningOptions(ArtifactModel):
     """Path of profile.json from the plan's folder."""
 
 
-class Plan(ArtifactModel):
-    """Holds everything that pd-train needs to know of a plan."""
+class DraftPlan(ArtifactModel):
+    """Holds what a plan does, whether or not it has been checked: planning makes many, and checks
+    the one that it chooses (`Plan(**dict(draft))`).
+    """
 
     format: Literal["pipedream-plan/1"] = "pipedream-plan/1"
     graph: PlannedGraph
@@ -331,63 +333,6 @@ class Plan(ArtifactModel):
     """
     order_times: OrderTimes | None = None
     """With order auto: the order is a function of these."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Plan:
-        for position, stage in enumerate(self.stages):
-            if stage.stage != position:
-                raise ValueError(f"stage {stage.stage} stands at position {position}")
-        if self.stages[-1].recompute:
-            raise ValueError("the last stage has recompute: its backward pass follows at once")
-        self._check_nodes()
-        self._check_ranks()
-        if self.order_times is not None:
-            self.order_times.check(len(self.stages))
-        return self
-
-    def _check_ranks(self) -> None:
-        stage_of: dict[int, int] = {}
-        for stage in self.stages:
-            for rank in stage.ranks:
-                if not 0 <= rank < self.cluster.devices:
-                    raise ValueError(f"rank {rank}: the cluster has {self.cluster.devices} devices")
-                if stage_of.get(rank) == stage.stage:
-                    raise ValueError(f"stage {stage.stage} names rank {rank} twice")
-                if rank in stage_of and self.order in (None, DEFAULT_ORDER):
-                    raise ValueError(
-                        f"rank {rank} is in stages {stage_of[rank]} and {stage.stage}: order "
-                        f"{DEFAULT_ORDER} runs one stage on each rank"
-                    )
-                stage_of[rank] = stage.stage
-        self._check_teams()
-
-    def _check_teams(self) -> None:
-        """All ranks of a team perform the same list of actions."""
-        workers = workers_by_rank([stage.teams for stage in self.stages])
-        for stage in self.stages:
-            for team in stage.teams:
-                if len({tuple(workers[rank]) for rank in team.ranks}) > 1:
-                    raise ValueError(
-                        f"stage {stage.stage}: ranks {', '.join(map(str, team.ranks))} share a"
-                        " replica, and not all of them are in the same other stages"
-                    )
-
-    def _check_nodes(self) -> None:
-        known = {node.id for node in self.graph.nodes}
-        stage_of: dict[str, int] = {}
-        for stage in self.stages:
-            for name in stage.nodes:
-                if name not in known:
-                    raise ValueError(f"stage {stage.stage} names node {name}, not in the graph")
-                if name in stage_of:
-                    raise ValueError(f"node {name} is in stages {stage_of[name]} and {stage.stage}")
-                stage_of[name] = stage.stage
-        for node in self.graph.nodes:
-            if node.id not in stage_of:
-                raise ValueError(f"node {node.id} is in no stage")
-            for source in node.inputs:
-                if stage_of.get(source, stage_of[node.id]) > stage_of[node.id]:
-                    raise ValueError(f"{source} feeds {node.id} but is in a later stage")
 
     @property
     def workers(self) -> int:
@@ -447,6 +392,72 @@ class Plan(ArtifactModel):
     def stage_of(self) -> dict[str, int]:
         """Returns the stage of each node."""
         return {node: stage.stage for stage in self.stages for node in stage.nodes}
+
+
+PlanT = TypeVar("PlanT", bound=DraftPlan)
+
+
+class Plan(DraftPlan):
+    """Holds everything that pd-train needs to know of a plan. It has been checked: each node is in
+    one stage, none reads from a later one, and each rank is in the cluster.
+    """
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        for position, stage in enumerate(self.stages):
+            if stage.stage != position:
+                raise ValueError(f"stage {stage.stage} stands at position {position}")
+        if self.stages[-1].recompute:
+            raise ValueError("the last stage has recompute: its backward pass follows at once")
+        self._check_nodes()
+        self._check_ranks()
+        if self.order_times is not None:
+            self.order_times.check(len(self.stages))
+        return self
+
+    def _check_ranks(self) -> None:
+        stage_of: dict[int, int] = {}
+        for stage in self.stages:
+            for rank in stage.ranks:
+                if not 0 <= rank < self.cluster.devices:
+                    raise ValueError(f"rank {rank}: the cluster has {self.cluster.devices} devices")
+                if stage_of.get(rank) == stage.stage:
+                    raise ValueError(f"stage {stage.stage} names rank {rank} twice")
+                if rank in stage_of and self.order in (None, DEFAULT_ORDER):
+                    raise ValueError(
+                        f"rank {rank} is in stages {stage_of[rank]} and {stage.stage}: order "
+                        f"{DEFAULT_ORDER} runs one stage on each rank"
+                    )
+                stage_of[rank] = stage.stage
+        self._check_teams()
+
+    def _check_teams(self) -> None:
+        """All ranks of a team perform the same list of actions."""
+        workers = workers_by_rank([stage.teams for stage in self.stages])
+        for stage in self.stages:
+            for team in stage.teams:
+                if len({tuple(workers[rank]) for rank in team.ranks}) > 1:
+                    raise ValueError(
+                        f"stage {stage.stage}: ranks {', '.join(map(str, team.ranks))} share a"
+                        " replica, and not all of them are in the same other stages"
+                    )
+
+    def _check_nodes(self) -> None:
+        known = {node.id for node in self.graph.nodes}
+        stage_of: dict[str, int] = {}
+        for stage in self.stages:
+            for name in stage.nodes:
+                if name not in known:
+                    raise ValueError(f"stage {stage.stage} names node {name}, not in the graph")
+                if name in stage_of:
+                    raise ValueError(f"node {name} is in stages {stage_of[name]} and {stage.stage}")
+                stage_of[name] = stage.stage
+        for node in self.graph.nodes:
+            if node.id not in stage_of:
+                raise ValueError(f"node {node.id} is in no stage")
+            for source in node.inputs:
+                if stage_of.get(source, stage_of[node.id]) > stage_of[node.id]:
+                    raise ValueError(f"{source} feeds {node.id} but is in a later stage")
 
 
 def read_plan(path: Path) -> Plan:

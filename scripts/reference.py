@@ -142,6 +142,7 @@ def schema_text(module: str) -> str:
         and value.__module__ == module
         and issubclass(value, BaseModel)
         and "format" in value.model_fields
+        and not value.__subclasses__()  # a draft is in no file
     )
     return "\n\n".join(map(_model_text, _models(root)))
 

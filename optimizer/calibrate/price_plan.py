@@ -139,7 +139,7 @@ def _nested(of_stages: list[_Components]) -> list[NestedStage]:
 
 
 def _run(of_stages: list[_Components], stage: int, level: int) -> tuple[int, int]:
-    """The run of stages around this one on the same components from `level` outwards."""
+    """Returns the run of stages around this one on the same components from `level` outwards."""
     same = [places[level:] == of_stages[stage][level:] for places in of_stages]
     start = stage - same[stage::-1].index(False) + 1 if False in same[: stage + 1] else 0
     end = stage + same[stage:].index(False) if False in same[stage:] else len(same)

@@ -155,7 +155,7 @@ def calibrated(
 def _observation(
     nodes: tuple[int, ...], replicas: Sequence[Quartiles], counted: int
 ) -> Observation:
-    """The mean of the replicas; its error combines run-to-run variation and that of a median."""
+    """Returns the mean of the replicas; its error is that between runs and that of a median."""
     seconds = math.fsum(spread.median for spread in replicas) / len(replicas)
     apart = max(spread.upper - spread.lower for spread in replicas)
     return Observation(nodes, seconds, math.hypot(_RUN_TO_RUN * seconds, apart / counted**0.5))

@@ -114,14 +114,13 @@ def _stages(run: CalibrationRun, profiled: Graph, overheads: TrainingOverheads) 
 
 
 def _pass(profiled: float, replicas: Sequence[Quartiles]) -> tuple[str, str, str]:
-    """Profiled seconds, measured seconds (mean of the replicas), and their ratio."""
+    """Returns profiled seconds, measured seconds (mean of the replicas), and their ratio."""
     seconds = fmean(spread.median for spread in replicas)
     times = f"{seconds / profiled:.2f}" if profiled else "-"
     return show_seconds(profiled), show_seconds(seconds), times
 
 
 def _times(verdict: Verdict) -> Table:
-    """Seconds per minibatch: predicted before, predicted now, measured."""
     measured = verdict.run.measured
     before = Price.recorded_in(measured.plan)
     table = make_grid()
@@ -140,7 +139,7 @@ def _times(verdict: Verdict) -> Table:
 
 
 def _trained(measured: MeasuredRun) -> str:
-    """What the measured time covers, and a warning if the schedule is not the plan's."""
+    """Returns what the measured time covers, with a warning if the schedule is not the plan's."""
     planned, remark = measured.plan.schedule, "while the minibatches above were done"
     if measured.schedule == planned:
         return remark
@@ -148,7 +147,7 @@ def _trained(measured: MeasuredRun) -> str:
 
 
 def _busy(measured: MeasuredRun) -> tuple[str, str]:
-    """The part of a minibatch's time in which the slowest stage computes, and the rest."""
+    """Returns the time in which the slowest stage computes, and words for the rest."""
     stage, seconds = measured.slowest
     rest = measured.seconds_per_minibatch - seconds
     busy = f"passes and updates of stage {stage}, the slowest"

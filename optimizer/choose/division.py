@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipedream.graph.cluster import Cluster
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import DraftPlan
 from pipedream.optimizer.cost.stages import PlacedStage
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
@@ -24,7 +24,7 @@ class Division(NamedTuple):
     slack: int = 0
 
     @staticmethod
-    def of(plan: Plan, graph: PlanningGraph) -> Division:
+    def of(plan: DraftPlan, graph: PlanningGraph) -> Division:
         """That of an existing plan for the graph."""
         downsets, before = [], 0
         for stage in plan.stages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import NamedTuple
 
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import DraftPlan
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import ASSUMED, QUICK_MOVES, Noise, simulate_plan
 
@@ -19,7 +19,7 @@ class Expected(NamedTuple):
     deviation: float
 
 
-def expected(plan: Plan, request: Request) -> Expected | None:
+def expected(plan: DraftPlan, request: Request) -> Expected | None:
     """None if the plan takes long to simulate."""
     seconds = []
     for seed in range(_PLAYS):

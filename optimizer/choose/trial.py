@@ -8,7 +8,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import DraftPlan
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulation import Simulation
@@ -21,7 +21,7 @@ class Trial:
     """
 
     division: Division
-    plan: Plan
+    plan: DraftPlan
     simulation: Simulation
     fits: bool
     why: str

@@ -28,7 +28,7 @@ def option(declaration: str, text: str, kind: click.ParamType[Any] | None = None
 
 
 def _kind(known: OptionType) -> click.ParamType[Any] | None:
-    """What click has for it; None for words and flags."""
+    """Returns the type that click has for it; None for words and flags."""
     if known.choice is not None:
         return click.Choice(known.choice.words)
     if known.of is Path:

@@ -65,7 +65,7 @@ def cluster_of(options: Options) -> Cluster:
 
 
 def _measured_here(options: Options) -> Cluster:
-    """The workers of this machine. Raises UserError."""
+    """Measures the workers of this machine. Raises UserError."""
     graph_of(options)  # what is wrong with it is said before measuring takes a minute
     profile = any_profile(options)
     machine = None if profile is None else profile.machine
@@ -83,7 +83,7 @@ def _only(option: str, file: Path, others: Mapping[str, object]) -> None:
 
 
 def _like(plan: Plan, path: Path, workers: int | None) -> Cluster:
-    """The cluster of the plan read from `path`, or what `workers` of its devices make."""
+    """Returns the cluster of the plan from `path`, or what `workers` of its devices make."""
     cluster = plan.cluster
     if workers is not None and workers > cluster.devices:
         raise UserError(f"--workers {workers}: the cluster of {path} has {cluster.devices} devices")

@@ -10,9 +10,7 @@ from pipedream.optimizer.cli.options import ModelInMemory, Options
 
 
 def graph_of(options: Options) -> Graph:
-    """The graph. One in memory is rounded as graph.txt is, so that the plan is the same. Raises
-    UserError.
-    """
+    """Returns the graph, rounded as in graph.txt if it is in memory. Raises UserError."""
     if isinstance(options.graph, ModelInMemory):
         return parse_graph(format_graph(options.graph.graph))
     return read_graph(options.graph)

@@ -35,9 +35,7 @@ def _recorded_profile(options: Options) -> str | None:
 
 
 def options_of(plan: Plan, path: Path) -> dict[str, Any]:
-    """The options, by Python name, that the plan in `path` was made with, except its cluster; None
-    where nothing was typed.
-    """
+    """Returns the options of the plan in `path`, by Python name, without its cluster."""
     known, places = plan.asked or PlanningOptions(), max(plan.rank_map) + 1
     return {
         **known.model_dump(include=_AS_TYPED),

@@ -131,9 +131,7 @@ class Options:
 
 @dataclass(frozen=True)
 class OptionType:
-    """The values of an option: a bool, int, float, str or Path, or `several` in a tuple; with its
-    default.
-    """
+    """The type of an option, whether it has `several` in a tuple, and its default."""
 
     of: type
     choice: Choice | None

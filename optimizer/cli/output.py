@@ -47,9 +47,7 @@ class Section:
 
 
 def sections(planning: Planning) -> Iterator[Section]:
-    """Yields what there is to show, each section once it is made: a comparison or a sweep plans,
-    too. Raises UserError if an export is not possible.
-    """
+    """Yields the sections once each is made. Raises UserError if an export is not possible."""
     options, task, plan = planning.options, planning.task, planning.outcome.plan
     if planning.choices is not None:
         choices = planning.choices
@@ -67,9 +65,7 @@ def sections(planning: Planning) -> Iterator[Section]:
 
 
 def _report(planning: Planning) -> Section:
-    """The report of the plan: plan.json, graph.txt and pictures, of the simulation too if there is
-    one.
-    """
+    """Makes the report of the plan: plan.json, graph.txt and pictures."""
     task, outcome, simulation = planning.task, planning.outcome, planning.simulation
     plan, request = outcome.plan, task.request
     whole = request.graph if task.sharding is None else task.profiled
@@ -101,7 +97,7 @@ def _report(planning: Planning) -> Section:
 
 
 def _on_devices(graph: Graph, plan: Plan) -> Graph:
-    """The graph with the times that nodes take on the slowest device of their stage."""
+    """Returns the graph with the times of nodes on the slowest device of their stage."""
     cluster, nodes, stages = plan.cluster, graph.nodes, plan.stages
     speeds = [min(cluster.device(rank).speed for rank in stage.ranks) for stage in stages]
     return graph.with_nodes(
@@ -116,7 +112,6 @@ def _on_devices(graph: Graph, plan: Plan) -> Graph:
 
 
 def _timelines(simulation: Simulation, plan: Plan, memory: float | None) -> dict[str, bytes]:
-    """The files of --timeline."""
     events, curves = simulation.events, simulation.memory
     stages = [stage.ranks for stage in plan.stages]
     title = "memory of each rank, simulated"
@@ -128,7 +123,7 @@ def _timelines(simulation: Simulation, plan: Plan, memory: float | None) -> dict
 
 
 def _judge(task: Task, plan: Plan, console: Console) -> None:
-    """Prints the measurements of the runs, and compares the newest run's plan with this one."""
+    """Prints the runs, and compares the newest run's plan with this one."""
     run, request = task.runs[-1], task.request
     print_runs(task.runs, task.profiled, request.overheads, console)
     now = price_plan(run.measured.plan, request)
@@ -136,7 +131,6 @@ def _judge(task: Task, plan: Plan, console: Console) -> None:
 
 
 def _export(framework: str, plan: Plan, task: Task) -> Iterator[Section]:
-    """export-FRAMEWORK.json, a CSV where there is one, and then the notes."""
     assert task.profile is not None
     exported = export(framework, plan, task.request.graph, task.profile)
     stem = f"export-{framework}"
@@ -157,7 +151,6 @@ def _lines(*lines: str) -> Section:
 
 
 def _sweep(request: Request, numbers: range) -> Section:
-    """The table of --sweep, as CSV and as a picture, too."""
     frame = sweep_frame(list(sweep(request, numbers)))
     return Section(
         lambda console: print_table(console, sweep_table(frame)),
@@ -167,7 +160,6 @@ def _sweep(request: Request, numbers: range) -> Section:
 
 
 def _compare(request: Request, microbatches: int | None, chosen: Plan) -> Section:
-    """The table of --compare, as CSV and as timelines, too."""
     count = microbatches or 4 * request.cluster.devices
     contenders = compare(request, count, chosen)
     table = comparison_frame(contenders).to_csv(index=False).encode()
@@ -187,7 +179,6 @@ def _compare(request: Request, microbatches: int | None, chosen: Plan) -> Sectio
 
 
 def _choices(choices: Choices) -> Iterator[Section]:
-    """The table of batch sizes as CSV, and then which size was chosen."""
     table = choices_frame(choices).to_csv(index=False).encode()
     yield Section(
         files={BATCH_SIZES_TABLE: table},

@@ -145,7 +145,7 @@ def _check_by_size(options: Options) -> None:
 
 
 def _tasks(by_size: Mapping[int, Options | None], folder: Path) -> dict[int, tuple[Options, Task]]:
-    """The task of each batch size. Raises UserError if they are not of one model."""
+    """Makes the task of each batch size. Raises UserError if they are not of one model."""
     tasks = {}
     for size, options in by_size.items():
         if options is None:

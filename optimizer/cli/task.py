@@ -148,7 +148,7 @@ def _cost_model(options: Options) -> CostModel:
 
 
 def _of_teams(request: Request, profile: Profile | None, sharding: ModelSharding) -> Request:
-    """The request for teams of devices, in place of single ones."""
+    """Returns the request for teams of devices, in place of single ones."""
     assert profile is not None
     footprints = request.footprints
     return replace(
@@ -208,7 +208,7 @@ def _mesh(text: str) -> tuple[int, ...]:
 
 
 def _split(options: Options, graph: Graph, profile: Profile | None) -> Split | None:
-    """The stages that --split and --replicas give. Raises UserError."""
+    """Returns the stages that --split and --replicas give. Raises UserError."""
     if options.split is None and options.replicas is None:
         return None
     option = "--split" if options.split is not None else "--replicas"
@@ -233,7 +233,7 @@ def _split(options: Options, graph: Graph, profile: Profile | None) -> Split | N
 
 
 def _with_schedule(options: Options) -> Options:
-    """The options with the schedule that --order is for. Raises UserError if they exclude it."""
+    """Returns the options with the schedule that --order is for. Raises UserError."""
     if options.order in (None, DEFAULT_ORDER):
         if options.stages_per_rank not in (None, 1):
             raise UserError(
@@ -255,10 +255,7 @@ def _with_schedule(options: Options) -> Options:
 
 
 def _in_rounds(options: Options) -> bool:
-    """Whether the chosen schedule makes one update per --microbatches.
-
-    Raises UserError if --microbatches was typed and nothing uses it.
-    """
+    """Returns whether an update is per --microbatches. Raises UserError if nothing uses these."""
     in_rounds = options.schedule is not None and uniform_updates(options.schedule)
     unused = not (in_rounds or options.compare or options.objective == "latency")
     if unused and options.microbatches is not None:
@@ -286,7 +283,7 @@ def check_global_batch(options: Options) -> None:
 
 
 def _latency(options: Options) -> Latency | None:
-    """The goal of --objective latency, None for throughput. Raises UserError."""
+    """Returns the goal of --objective latency, None for throughput. Raises UserError."""
     typed = {"--epsilon": options.epsilon, "--layers": options.layers}
     if options.objective == "throughput":
         for option, value in typed.items():
@@ -304,9 +301,7 @@ def _latency(options: Options) -> Latency | None:
 
 
 def _check_files(options: Options) -> None:
-    """Raises UserError if the output folder clearly cannot be written, or --export needs a profile
-    that is missing.
-    """
+    """Raises UserError for a folder that cannot be written, or --export without a profile."""
     if options.output is not None:
         _check_folder(options, options.output)
     if options.export and not has_profile(options):

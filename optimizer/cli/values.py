@@ -23,7 +23,7 @@ def make_options(graph: Path | ModelInMemory, given: Mapping[str, Any]) -> Optio
 
 
 def _earlier(typed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of the plan that they name."""
+    """Returns the options of the plan that they name."""
     if "like" in typed:
         from pipedream.graph.plan import read_plan
         from pipedream.optimizer.cli.like import options_of
@@ -43,7 +43,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(name: str, value: Any) -> Any:
-    """The value of the option, or a tuple if it has several. Raises UserError."""
+    """Returns the value of the option, or a tuple if it has several. Raises UserError."""
     kind = option_types()[name]
     is_list = isinstance(value, (tuple, list))
     try:
@@ -56,7 +56,7 @@ def _values(name: str, value: Any) -> Any:
 
 
 def _value(kind: OptionType, value: Any) -> Any:
-    """Raises ValueError, in the words in which the command line has it."""
+    """Returns the value. Raises ValueError, in the words of the command line."""
     if kind.of is bool:
         if value is not True:
             raise ValueError(f"{value!r} is neither True nor False.")

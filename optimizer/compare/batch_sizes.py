@@ -124,7 +124,6 @@ def choices_table(choices: Choices) -> Table:
 
 
 def _cells(choice: Choice, choices: Choices) -> dict[str, str]:
-    """The cells of a row, by heading."""
     cells = {"batch\nsize": str(choice.batch_size)}
     if choice.plan is None:
         return cells | {"": choice.remark or no_plan(choice.problem or "")}

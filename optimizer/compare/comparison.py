@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import DraftPlan, Plan
 from pipedream.graph.timeline import Panel, panels_png
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.choose.division import Division
@@ -38,7 +38,7 @@ _DRAWN, _RANKS = 8, 4
 class Candidate:
     """A plan to compare, or why there is none."""
 
-    plan: Plan | None
+    plan: DraftPlan | None
     problem: str | None
 
     @property
@@ -103,8 +103,8 @@ def compare(request: Request, microbatches: int, chosen: Plan | None) -> list[Co
     contenders = [_timed("this plan", chosen, request)] if judged and chosen else []
     for name, make in makers.items():
         try:
-            plan = make().plan
-            plan = _judged(plan, request) if judged else plan
+            checked = make().plan
+            plan = _judged(checked, request) if judged else checked
         except UserError as error:
             contenders.append(Contender(None, error.format_message(), name))
         else:
@@ -112,10 +112,8 @@ def compare(request: Request, microbatches: int, chosen: Plan | None) -> list[Co
     return contenders
 
 
-def _judged(plan: Plan, request: Request) -> Plan:
-    """The same stages on the same ranks under its schedule, priced and held in flight as plans of
-    the request are.
-    """
+def _judged(plan: Plan, request: Request) -> DraftPlan:
+    """Prices the same stages on the same ranks as plans of the request are priced."""
     microbatches = plan.predicted.microbatches
     changed = replace(request, schedule=plan.schedule, latency=None, microbatches=microbatches)
     division = Division.of(plan, changed.planning)
@@ -124,7 +122,7 @@ def _judged(plan: Plan, request: Request) -> Plan:
     return placed_plan(cuts, changed, placed, changed.memory_model(cuts)).plan
 
 
-def _timed(name: str, plan: Plan, request: Request) -> Contender:
+def _timed(name: str, plan: DraftPlan, request: Request) -> Contender:
     simulation = simulate_plan(
         plan, request.graph, update_rate=request.update_rate, overheads=request.overheads
     )
@@ -133,7 +131,7 @@ def _timed(name: str, plan: Plan, request: Request) -> Contender:
     return Contender(plan, None, name, simulation, _fits(plan, request.device_types))
 
 
-def _fits(plan: Plan, device_types: DeviceTypes) -> bool:
+def _fits(plan: DraftPlan, device_types: DeviceTypes) -> bool:
     machine = plan.cluster.machine
     devices = [device_types.worst_of_machines(map(machine, stage.ranks)) for stage in plan.stages]
     pairs = zip(plan.stages, devices, strict=True)
@@ -158,13 +156,12 @@ def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
 
 
 def _fastest(contenders: Sequence[Contender]) -> list[Contender]:
-    """Those that fit and have the best simulated time."""
+    """Returns those that fit and have the best simulated time."""
     seconds = [c.simulated for c in contenders if c.fits and c.simulated is not None]
     return [c for c in contenders if c.fits and seconds and c.simulated == min(seconds)]
 
 
 def _cells(contender: Contender) -> dict[str, str]:
-    """The cells of a row, by heading."""
     plan, simulation = contender.plan, contender.simulation
     if plan is None:
         return {"plan": contender.name, "": no_plan(contender.problem or "")}
@@ -204,9 +201,7 @@ def comparison_frame(contenders: list[Contender]) -> pd.DataFrame:
 
 
 def comparison_png(contenders: list[Contender]) -> bytes | None:
-    """Draws the timelines one under the other (PNG), on one scale, from their steady states on;
-    None if none was simulated.
-    """
+    """Draws the steady states one under the other (PNG); None if none was simulated."""
     best = _fastest(contenders)
     panels = [
         Panel(

@@ -121,9 +121,7 @@ def sweep(request: Request, numbers: range) -> Iterator[Point]:
 
 
 def thinned(clusters: list[Cluster]) -> list[Cluster]:
-    """At most `MOST_POINTS` of these growing clusters: the first, the last, and between them those
-    nearest to geometric growth.
-    """
+    """Returns at most `MOST_POINTS` of these growing clusters, nearest to geometric growth."""
     if len(clusters) <= MOST_POINTS:
         return clusters
     sizes = np.array([cluster.devices for cluster in clusters])
@@ -164,7 +162,6 @@ def sweep_table(frame: pd.DataFrame) -> Table:
 
 
 def _cells(row: dict[Any, Any]) -> dict[str, str]:
-    """The cells of a row of the table, by heading."""
     cells = {"workers": str(row["workers"]), "machines": row["machines"]}
     if not row.get("stages", 0) > 0:
         return cells | {"": "no plan fits"}

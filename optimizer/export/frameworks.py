@@ -30,9 +30,7 @@ from pipedream.optimizer.export.torch_order import torch_order
 
 @dataclass(frozen=True)
 class Export:
-    """The content of the file, notes for the user, one line each, and the text of the CSV beside
-    the file, if there is one.
-    """
+    """The content of the file, notes for the user, a line each, and a CSV, if there is one."""
 
     content: Mapping[str, Any]
     notes: tuple[str, ...]
@@ -119,7 +117,7 @@ def _megatron(plan: Plan, graph: Graph, profile: Profile) -> Export:
 
 
 def _letters(layering: Layering) -> Mapping[str, str]:
-    """A name for each module: E, L, or t and its own name."""
+    """Returns a name for each module: E, L, or t and its own name."""
     if len(layering.lists) != 1:
         names = ", ".join(layering.lists) or "none"
         raise UserError(f"it lays out one list of transformer layers; this model's lists: {names}")

@@ -76,14 +76,14 @@ def split_modules(
 
 
 def uneven(plan: Plan) -> Iterable[str]:
-    """A note if stages have different numbers of replicas."""
+    """Yields a note if stages have different numbers of replicas."""
     if len(set(plan.replicas)) > 1:
         counts = ", ".join(map(str, plan.replicas))
         yield f"replicas {counts} are left out: it has the same number of every stage"
 
 
 def _outermost_lists(paths: Iterable[str]) -> tuple[str, ...]:
-    """The outermost paths with two or more numbered children."""
+    """Returns the outermost paths with two or more numbered children."""
     children: dict[str, set[str]] = defaultdict(set)
     for path in paths:
         parts = path.split(".")
@@ -95,18 +95,18 @@ def _outermost_lists(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def _prefixes(path: str) -> list[str]:
-    """`a.b` gives "", `a` and `a.b`."""
+    """Returns "", `a` and `a.b` of `a.b`."""
     parts = path.split(".") if path else []
     return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _unit(path: str, opened: set[str]) -> str | None:
-    """The outermost undivided module around this path; None if all are divided."""
+    """Returns the outermost undivided module around this path; None if all are divided."""
     return next((prefix for prefix in _prefixes(path) if prefix not in opened), None)
 
 
 def _rounded(plan: Plan, graph: Graph, unit_of: Mapping[str, str]) -> dict[str, int]:
-    """The stage of each unit, never before that of a unit that runs earlier."""
+    """Returns the stage of each unit, never before that of a unit that runs earlier."""
     seconds: dict[str, Counter[int]] = {}
     for name, unit in unit_of.items():
         share = graph.nodes[name].compute_seconds + 1e-12  # nodes without time count, too
@@ -119,9 +119,7 @@ def _rounded(plan: Plan, graph: Graph, unit_of: Mapping[str, str]) -> dict[str, 
 
 
 def _placed(plan: Plan, graph: Graph, stage_of: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every node, given those in modules. Other nodes stay where they were planned, as
-    far as their producers and readers allow.
-    """
+    """Returns the stage of every node: as planned, as far as producers and readers allow."""
     placed = dict(stage_of)
     for name in graph.order:
         if name not in placed:
@@ -154,7 +152,7 @@ def _name(graph: Graph, node: str) -> str:
 
 
 def _loss(plan: Plan, graph: Graph, stage_of: Mapping[str, int]) -> Iterable[str]:
-    """A note on what rounding costs, if anything."""
+    """Yields a note on what rounding costs, if anything."""
     moved = sum(plan.stage_of[name] != stage for name, stage in stage_of.items())
     if not moved:
         return

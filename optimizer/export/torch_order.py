@@ -76,9 +76,7 @@ def _one_pipeline(plan: Plan) -> PipelineSpec:
 
 
 def _check_links(plan: Plan) -> None:
-    """Raises UserError where a stage reads from any but the one before. `split_policy` has the
-    first stage send on the inputs of the model that others read.
-    """
+    """Raises UserError where a stage reads from any but the one before, or the first for inputs."""
     inputs = {node.id for node in plan.graph.nodes if node.is_input}
     for node in plan.graph.nodes:
         for source in node.inputs:

@@ -90,14 +90,13 @@ def _stage_table(outcome: Outcome, graph: Graph, modules: Mapping[str, str], nar
 
 
 def _kinds(cluster: Cluster, ranks: Iterable[int]) -> str:
-    """The number of devices of each type, in words."""
+    """Returns the number of devices of each type, in words."""
     count = Counter(cluster.device(rank).name for rank in ranks)
     names = (kind.name for kind in cluster.kinds)
     return ", ".join(f"{count[name]} {name}" for name in names if count[name])
 
 
 def _memory_table(outcome: Outcome) -> Table:
-    """The peak memory of one worker of each stage, by item."""
     plan = outcome.plan
     measured = "as measured" if outcome.measured else "assumed to be the nodes' outputs"
     recomputing = [str(stage.stage) for stage in plan.stages if stage.recompute]
@@ -118,7 +117,7 @@ def _memory_table(outcome: Outcome) -> Table:
 
 
 def _span(stage: Stage, graph: Graph, modules: Mapping[str, str]) -> str:
-    """The paths of the first and the last module, or the classes of these layers."""
+    """Returns the paths of the first and the last module, or the classes of these layers."""
     nodes = [graph.nodes[name] for name in stage.nodes]
     working = [node for node in nodes if not node.is_input] or nodes
     ends = [working[0], working[-1]] if len(working) > 1 else working
@@ -142,7 +141,7 @@ def _count(number: int, what: str, ending: str = "s") -> str:
 
 
 def _times(outcome: Outcome) -> Table:
-    """The time to be expected first; then what it is compared with, and what it is made of."""
+    """Makes a table of the time to be expected, and what it is compared with and made of."""
     predicted = outcome.plan.predicted
     seconds = predicted.seconds_per_minibatch
     table = make_grid()
@@ -186,14 +185,12 @@ def _compared(outcome: Outcome, name: str, rate: float) -> str:
 
 
 def _parts(outcome: Outcome) -> str:
-    """What sets the closed form."""
     slowest = max(outcome.figures, key=lambda figures: figures.seconds)
     number = outcome.figures.index(slowest)
     return f"stage {number}, the slowest, is limited by {slowest.limit}"
 
 
 def _rival_table(outcome: Outcome) -> Table:
-    """The plans that lost, the fastest first."""
     plan = outcome.plan
     own = plan.predicted.simulated
     rows = [
@@ -215,7 +212,7 @@ def _rival_table(outcome: Outcome) -> Table:
 
 
 def _schedule_table(outcome: Outcome) -> Table:
-    """What the best plan under each schedule takes for the same number of examples."""
+    """Makes a table of the best plan under each schedule, for as many examples."""
     plan = outcome.plan
     own = plan.predicted.simulated
     assert own is not None
@@ -262,9 +259,9 @@ def _remark(outcome: Outcome) -> str:
     if predicted.cost_model == DEFAULT_COST_MODEL and predicted.simulated is not None:
         bound = predicted.lower_bound_seconds
         gap = _gap(predicted.simulated.seconds_per_minibatch / bound - 1) if bound else "no bound"
-        found = f"The fastest of {outcome.cuts} {what} simulated"
+        found = f"The fastest of {outcome.considered} {what} simulated"
         return (
-            f"{'The stages of --split' if outcome.given else found}; {gap}"
+            f"{'The stages of --split' if outcome.user_split else found}; {gap}"
             f" ({show_seconds(bound)} by a lower bound)."
         )
     seconds, bound = predicted.seconds_per_minibatch, predicted.lower_bound_seconds
@@ -274,18 +271,18 @@ def _remark(outcome: Outcome) -> str:
         if straight:
             what = "straight pipelines"
     if outcome.exact:
-        return f"The best of all {what} over {outcome.cuts} cuts under this cost model."
+        return f"The best of all {what} over {outcome.considered} cuts under this cost model."
     gap = _gap(seconds / bound - 1)
     if predicted.latency_seconds is not None:
-        return f"The best found of all {what} over {outcome.cuts} cuts; {gap}."
+        return f"The best found of all {what} over {outcome.considered} cuts; {gap}."
     return (
-        f"The graph can be cut in too many ways to try them all: the best plan over {outcome.cuts}"
-        f" likely cuts; {gap}."
+        "The graph can be cut in too many ways to try them all: the best plan over"
+        f" {outcome.considered} likely cuts; {gap}."
     )
 
 
 def _assumptions(outcome: Outcome, profiled_on: Machine | None) -> Iterator[str]:
-    """What the time rests on that nobody measured."""
+    """Yields what the time rests on that nobody measured."""
     plan = outcome.plan
     if plan.predicted.cost_model != DEFAULT_COST_MODEL:
         yield (
@@ -324,7 +321,7 @@ def _device(machine: Machine) -> str:
 
 
 def _gap(share: float) -> str:
-    """How far the plan may be from the best, in words, rounded up."""
+    """Returns how far the plan may be from the best, in words, rounded up."""
     if share < _ROUNDING:
         return "no other plan is faster"
     return f"at most {math.ceil(1000 * share - 1e-6) / 10:.1f} % slower than the best possible"

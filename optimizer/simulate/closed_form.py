@@ -39,9 +39,7 @@ _User: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds per minibatch that a stage allows, and what limits it: compute, all-reduce or
-    boundary.
-    """
+    """Seconds per minibatch of a stage, and the limit: compute, all-reduce or boundary."""
 
     seconds: float
     limit: str
@@ -126,13 +124,13 @@ class ClosedForm:
         return [self._stage(stage, over) for stage, over in enumerate(exposed)]
 
     def _messages_beside(self, stage: int) -> list[float]:
-        """Seconds per minibatch for which messages use each port of the stage's ring."""
+        """Returns how long, per minibatch, messages use each port of the stage's ring."""
         size = self.policy.round_size(stage)
         ring = self.network.ring(self.ranks[stage])
         return [self.ports[port] - self.uses[port][stage, stage] / size for port in ring]
 
     def _stage(self, stage: int, exposed: float) -> StageSeconds:
-        """With so many seconds of its sum after the backward pass."""
+        """Returns the figures with `exposed` seconds of its sum after the backward pass."""
         work, replicas = self.works[stage], len(self.ranks[stage])
         size = self.policy.round_size(stage)
         passes = work.forward_seconds + work.backward_seconds + self.busy[stage]
@@ -156,7 +154,7 @@ class ClosedForm:
         return passed.seconds + passed.over - backward
 
     def _busy(self) -> list[float]:
-        """Seconds for which the messages of a minibatch keep a worker of each stage busy."""
+        """Returns how long the messages of a minibatch keep a worker of each stage busy."""
         busy = [0.0] * len(self.ranks)
         if not any(link.busy for link in self.network.links):
             return busy
@@ -170,7 +168,7 @@ class ClosedForm:
         return busy
 
     def _ports(self) -> dict[Port, float]:
-        """Seconds per minibatch in which each port is in use."""
+        """Returns the seconds per minibatch in which each port is in use; notes them by user."""
         ports: dict[Port, float] = defaultdict(float)
         for link in self.workload.forward_bytes:
             for user in (link, link[::-1]):
@@ -190,14 +188,14 @@ class ClosedForm:
         return dict(ports)
 
     def _size(self, user: _User) -> float:
-        """Bytes of a message from one stage to another, forwards or back."""
+        """Returns the bytes of a message from one stage to another, forwards or back."""
         source, target = user
         if source < target:
             return self.workload.forward_bytes.get(user, 0.0)
         return self.workload.backward_bytes.get((target, source), 0.0)
 
     def _pairs(self, user: _User) -> Iterator[tuple[float, int, int]]:
-        """The pairs of ranks that send such messages, each with its share of the minibatches."""
+        """Yields the pairs of ranks that send these messages, with their share of minibatches."""
         sources, targets = (self.ranks[stage] for stage in user)
         count = lcm(len(sources), len(targets))
         for b in range(count):
@@ -215,7 +213,7 @@ class ClosedForm:
 
     @property
     def _slowest_way(self) -> float:
-        """The way from each stage to the last and back, over the minibatches in flight."""
+        """Returns the time from a stage to the last and back, over the minibatches in flight."""
         slowest, way = 0.0, 0.0
         for stage in reversed(range(len(self.ranks))):
             work, replicas = self.works[stage], len(self.ranks[stage])
@@ -225,7 +223,7 @@ class ClosedForm:
         return slowest
 
     def _messages(self, source: int, target: int) -> float:
-        """Seconds of a message between two stages and of the answer."""
+        """Returns the seconds of a message between two stages and of the answer."""
         return self._message((source, target)) + self._message((target, source))
 
     def _message(self, user: _User) -> float:
@@ -261,12 +259,12 @@ class ClosedForm:
         return useful_in_flight(replicas, pace, links, self.policy.synchronized)
 
     def _closing(self, stage: int) -> float:
-        """Seconds of sum and update per minibatch of a worker."""
+        """Returns the seconds of sum and update per minibatch of a worker."""
         seconds = self.exposed[stage] + self.works[stage].update_seconds
         return seconds * len(self.ranks[stage]) / self.policy.round_size(stage)
 
     def _round(self) -> float:
-        """Seconds of a round of a schedule with a flush."""
+        """Returns the seconds of a round of a schedule with a flush."""
         size = self.policy.spec.microbatches
         passes = [work.forward_seconds + work.backward_seconds for work in self.works]
         busiest, back = 0.0, 0.0

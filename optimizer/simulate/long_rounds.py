@@ -74,7 +74,7 @@ def _period(replicas: Sequence[int]) -> int:
 
 
 def _times(events: Timeline) -> dict[int, list[float]]:
-    """For each minibatch the end of each of its actions, worker by worker, in order."""
+    """Returns the ends of the actions of each minibatch, worker by worker, in order."""
     times: dict[int, list[float]] = {}
     for of_rank in events.values():
         for event in of_rank:
@@ -97,7 +97,7 @@ def _step(times: Mapping[int, Sequence[float]], end: int, replicas: Sequence[int
 
 
 def _updates(events: Timeline, span: SteadySpan, length: int) -> float:
-    """Seconds that the updates of one round take on all workers together."""
+    """Returns the seconds that the updates of one round take on all workers together."""
     return sum(
         event.end - event.begin
         for of_rank in events.values()

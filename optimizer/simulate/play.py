@@ -151,7 +151,7 @@ def _at_the_start(ranks, items, sums):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _go_on(rank, now, ready, heap, state, flows, ranks, items, sums, streams, ahead):  # type: ignore[no-untyped-def]
-    """The rank performs actions until one takes time or has to wait."""
+    """Performs actions of the rank until one takes time or has to wait."""
     stop = ranks.begin[rank + 1]
     while state.position[rank] < stop and not state.running[rank]:
         at = state.position[rank]
@@ -206,7 +206,7 @@ def _begin(item, now, heap, state, flows, items, streams):  # type: ignore[no-un
 
 @njit(cache=True)
 def _promise(which, now, seconds, heap, sums, messages):  # type: ignore[no-untyped-def]
-    """The rank has the gradients of each part during the `seconds` of a pass that begins."""
+    """Notes that the rank has the gradients of each part during a pass that begins."""
     for part in range(sums.first[which], sums.first[which + 1]):
         heappush(heap, (now + seconds * sums.after[part - messages], _GIVES, part))
 

@@ -117,7 +117,7 @@ _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 
 
 def _among(kinds: Iterable[Kind]) -> NDArray[np.bool_]:
-    """Of the numbers of kinds, which are among these."""
+    """Returns of each kind, by its number, whether it is among these."""
     chosen = set(kinds)
     return np.array([kind in chosen for kind in KINDS])
 
@@ -170,9 +170,7 @@ def _number_messages(table: _Table, subject: Ints) -> tuple[NDArray[np.bool_], I
 
 
 def _number_sums(table: _Table, op: Ints, subject: Ints) -> Ints:
-    """Enters the number of its sum as the subject of each all-reduce, and of the last backward pass
-    before it in its round. Returns an all-reduce of each sum.
-    """
+    """Enters the number of each sum at its actions; returns an all-reduce of each."""
     ends, sums = _ENDS[table.kind], _SUMS[table.kind]
     at = np.flatnonzero(sums)
     keys = table.stage[at] * (table.minibatch.max(initial=0) + 1) + table.minibatch[at]

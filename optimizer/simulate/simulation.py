@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipedream.graph.plan import Plan, Simulated
+from pipedream.graph.plan import PlanT, Simulated
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.optimizer.simulate.program import Program
@@ -48,7 +48,7 @@ class Simulation:
         actions = self.program.actions[number]
         return map(Event, actions, self.begin[of_rank].tolist(), self.end[of_rank].tolist())
 
-    def noted_in(self, plan: Plan) -> Plan:
+    def noted_in(self, plan: PlanT) -> PlanT:
         """The plan with the figures of its simulation."""
         figures = Simulated(seconds_per_minibatch=self.seconds_per_minibatch, bubble=self.bubble)
         predicted = plan.predicted.model_copy(update={"simulated": figures})
@@ -75,9 +75,7 @@ class _Held:
 def _memory(
     events: Sequence[Event], works: Mapping[Worker, StageWork]
 ) -> list[tuple[float, float]]:
-    """What a rank holds over time. A minibatch and its weights are needed no more once the last
-    half of its backward pass is done.
-    """
+    """Returns what a rank holds over time: a minibatch until its backward pass is done."""
     actions: dict[Worker, list[Action]] = {}
     for action, _, _ in events:
         assert isinstance(action, Action)

@@ -19,7 +19,7 @@ import numpy as np
 from pipedream.graph.choices import DEFAULT_ORDER, MICROBATCHES
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import DraftPlan
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.cuts.planning_graph import Floats
@@ -58,7 +58,7 @@ class Noise:
 
 
 def simulate_plan(
-    plan: Plan,
+    plan: DraftPlan,
     graph: Graph,
     update_rate: float = UPDATE_RATE,
     overheads: TrainingOverheads | None = None,
@@ -74,7 +74,7 @@ def simulate_plan(
     return simulate_work(plan, workload, most_moves, noise)
 
 
-def _spec(plan: Plan) -> PipelineSpec:
+def _spec(plan: DraftPlan) -> PipelineSpec:
     spec = PipelineSpec(
         plan.schedule,
         plan.replicas,
@@ -86,7 +86,7 @@ def _spec(plan: Plan) -> PipelineSpec:
 
 
 def simulate_work(
-    plan: Plan, workload: Workload, most_moves: int, noise: Noise | None = None
+    plan: DraftPlan, workload: Workload, most_moves: int, noise: Noise | None = None
 ) -> Simulation | None:
     """As `simulate_plan`, with the work of the plan as it is given."""
     spec = _spec(plan)
@@ -182,7 +182,7 @@ def play_program(
 
 
 def _seconds(program: Program, works: Sequence[StageWork]) -> Floats:
-    """Seconds of each action on its worker; 0 of messages and sums."""
+    """Returns the seconds of each action on its worker; 0 for messages and sums."""
     table = np.array([[_of_kind(work, kind) for kind in KINDS] for work in works])
     seconds: Floats = table[program.worker, program.kind]
     return seconds

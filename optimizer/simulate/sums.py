@@ -15,9 +15,7 @@ from pipedream.optimizer.simulate.workload import StageWork
 
 
 class Part(NamedTuple):
-    """Of a sum: how it goes over an idle network, and the share of the backward pass after which
-    its gradients are there.
-    """
+    """How a part goes over an idle network, and the share of the backward pass before it."""
 
     transfer: Transfer
     after: float

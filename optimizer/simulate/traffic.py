@@ -50,9 +50,7 @@ class _Roads:
         self.known: dict[tuple[int, ...], int] = {}
 
     def between(self, source: int, target: int, forwards: int) -> int:
-        """Activations and gradients are apart, as in comm/transport.py: only the order of each is
-        the same at both ends.
-        """
+        """Activations and gradients are apart, as in comm/transport.py."""
         key = source, target, forwards
         return self._stream(key, lambda: self.network.path(source, target))
 
@@ -81,7 +79,7 @@ class _Roads:
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Where each row begins, with the end of the last, and all rows in one."""
+    """Returns where each row begins, with the end of the last, and all rows in one."""
     first = np.array(list(accumulate(map(len, rows), initial=0)), dtype=np.int64)
     return first, np.array(list(chain.from_iterable(rows)), dtype=np.int64)
 
@@ -93,7 +91,7 @@ def _messages(
     ranks: Sequence[Sequence[int]],
     numbers: Sequence[int],
 ) -> tuple[Ints, Floats, Floats, Floats, Ints]:
-    """Stream, bytes, latency, busy seconds and receiving rank of each message."""
+    """Returns stream, bytes, latency, busy seconds and receiving rank of each message."""
     place = {rank: number for number, rank in enumerate(numbers)}
     rank_of = np.array([ranks[stage][replica] for stage, replica in program.workers])
     keys = np.stack([program.link, program.forwards, program.source, program.target])
@@ -121,9 +119,7 @@ def closing_passes(
     network: Network,
     ranks: Sequence[Sequence[int]],
 ) -> dict[int, PassWithSums]:
-    """By stage, the last backward pass of a round on its slowest worker; `seconds` of each action
-    without sums.
-    """
+    """Returns the last backward pass of each stage; `seconds`: of actions without sums."""
     passes = {}
     for stage, closing in program.closing.items():
         parts = parts_of(workload.stages[stage], ranks[stage], network)
@@ -138,7 +134,7 @@ def _sums(
     ranks: Sequence[Sequence[int]],
     closing: Mapping[int, PassWithSums],
 ) -> tuple[Sums, tuple[Ints, Floats, Floats, Floats]]:
-    """The sums, and stream, bytes, latency and busy seconds of each of their parts."""
+    """Returns the sums, and stream, bytes, latency and busy seconds of each of their parts."""
     of_stage = {
         stage: [
             _part(stage, amount, begins, roads, ranks[stage])
@@ -167,7 +163,7 @@ def _sums(
 def _part(
     stage: int, amount: float, begins: float, roads: _Roads, ranks: Sequence[int]
 ) -> tuple[int, float, float, float, float]:
-    """Stream, bytes, latency and busy seconds of a part, and when in the pass it begins."""
+    """Returns stream, bytes, latency, busy seconds of a part, and when in the pass it begins."""
     if len(ranks) == 1:
         return -1, 0.0, 0.0, 0.0, begins
     transfer = roads.network.all_reduce(ranks, amount)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedream.graph.model import Graph, NodeArrays
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import DraftPlan
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.memory import HeldBytes
 from pipedream.optimizer.cuts.planning_graph import Floats
@@ -71,9 +71,7 @@ class StageWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of each stage, and for each link between stages the bytes per minibatch that go
-    forward and come back.
-    """
+    """The work of each stage, and by link the bytes per minibatch that go forward and back."""
 
     stages: tuple[StageWork, ...]
     forward_bytes: Mapping[StageLink, float]
@@ -81,7 +79,7 @@ class Workload:
 
     @staticmethod
     def of(
-        plan: Plan,
+        plan: DraftPlan,
         policy: Policy,
         graph: Graph,
         update_rate: float,
@@ -134,7 +132,7 @@ class Workload:
 def _crossing(
     own: Sequence[NDArray[np.int64]], arrays: NodeArrays
 ) -> tuple[dict[StageLink, float], dict[StageLink, float]]:
-    """By link, the bytes that go forward and come back; `own`: the places of each stage's nodes."""
+    """Returns by link the bytes that go forward and back; `own`: places of each stage's nodes."""
     stage_of = np.empty(len(arrays.place), int)
     for stage, nodes in enumerate(own):
         stage_of[nodes] = stage
@@ -152,7 +150,7 @@ def _crossing(
 
 
 def _total(first: float, others: Floats) -> float:
-    """The sum, one after the other."""
+    """Returns the sum, added up one after the other."""
     return float(np.cumsum(np.concatenate(([first], others)))[-1])
 
 
