@@ -28,7 +28,7 @@ _ROWS = 4096
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """The fingerprint of a tensor of any shape and type; infinities and nan count as zero."""
+    """Returns that of a tensor of any shape and type; infinities and nan count as zero."""
     flat = as_double(tensor).reshape(-1)
     total = torch.zeros(_PROJECTIONS, dtype=torch.float64, device=flat.device)
     squares, generator = 0.0, torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 
 def apart(one: Fingerprint, other: Fingerprint) -> float:
-    """About the norm of the difference of the two tensors."""
+    """Returns about the norm of the difference of the two tensors."""
     pairs = zip(one[1:], other[1:], strict=True)
     return math.sqrt(sum((a - b) ** 2 for a, b in pairs) / _PROJECTIONS)
 

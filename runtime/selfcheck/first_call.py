@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedream.capture.checks.equivalence import gradient_of
+from pipedream.capture.loss import Loss
 from pipedream.graph.errors import UserError
 from pipedream.runtime.loop.split_minibatch import SplitMinibatch
 from pipedream.runtime.loop.staged_model import StagedModel
@@ -16,7 +17,6 @@ from pipedream.runtime.selfcheck.fingerprint import Fingerprint, fingerprint
 from pipedream.runtime.selfcheck.reference import (
     Expected,
     Reference,
-    Settings,
     buffer_on,
     buffer_replicas,
     has_room,
@@ -28,20 +28,18 @@ from pipedream.schedule.action import Worker
 
 
 def expect(
-    staged: StagedModel, minibatch: SplitMinibatch, settings: Settings
+    staged: StagedModel, minibatch: SplitMinibatch, loss: Loss
 ) -> Mapping[str, Expected] | None:
-    """The figures of a minibatch, which rank 0 computes for all; None if it has no room.
+    """Returns the figures of a minibatch, which rank 0 computes for all; None if it has no room.
 
     To be called by all ranks, where each has the whole model up to date.
     """
-    forms, told = staged.forms, [None]
-    if dist.get_rank() == 0:
-        told = [_figures(staged, minibatch, settings)]
-    dist.broadcast_object_list(told, 0, device=forms.rng.device)
-    return told[0]
+    figures = [_figures(staged, minibatch, loss) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(figures, 0, device=staged.forms.rng.device)
+    return figures[0]
 
 
-def _figures(staged: StagedModel, minibatch: SplitMinibatch, settings: Settings) -> Any:
+def _figures(staged: StagedModel, minibatch: SplitMinibatch, loss: Loss) -> Any:
     forms, captured = staged.forms, staged.captured
     if forms.tolerance is None or not has_room(captured, forms.rng.device):
         return None
@@ -50,7 +48,7 @@ def _figures(staged: StagedModel, minibatch: SplitMinibatch, settings: Settings)
     replicas_of = buffer_replicas(captured, faces, replicas, names)
     captures = (forms.captures[call.kind] for call in minibatch.calls)
     numbered = dict(enumerate(zip(captures, minibatch.batches, strict=True)))
-    return Reference(settings, replicas_of, forms.tolerance).round(numbered)
+    return Reference(loss, forms.rng, 1.0, replicas_of, forms.tolerance).round(numbered)
 
 
 def compare(

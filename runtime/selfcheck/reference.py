@@ -10,7 +10,8 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -44,38 +45,34 @@ class Expected:
 
 
 def loss_of(minibatch: int) -> str:
-    """What the loss of a minibatch is called among the figures."""
+    """Returns what the loss of a minibatch is called among the figures."""
     return f"the loss of minibatch {minibatch}"
 
 
 def buffer_on(name: str, replica: int) -> str:
-    """What a buffer is called as a replica of its stage has it after the round."""
+    """Returns what a buffer is called as a replica of its stage has it after the round."""
     return f"{buffer_of(name)} of replica {replica}"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a run computes: random operators draw from `rng`, the loss counts `scale` times."""
+@dataclass
+class Reference:
+    """The captured model in one process; random operators draw from `rng`, the loss counts `scale`
+    times.
+
+    `replicas`: by name of a buffer, of the stage that has it; the b-th minibatch of a round changes
+    that of replica b mod r. Buffers go on from round to round: `buffers` has them by name and
+    replica, once the replica has had a minibatch.
+    """
 
     loss: Loss
     rng: MinibatchRng
     scale: float
-
-
-class Reference:
-    """`replicas`: by name of a buffer, of the stage that has it; the b-th minibatch of a round
-    changes that of replica b mod r. Buffers go on from round to round: `buffers` has them by name
-    and replica, once the replica has had a minibatch.
-    """
-
-    def __init__(
-        self, settings: Settings, replicas: Mapping[str, int], tolerance: Tolerance
-    ) -> None:
-        self.settings, self.replicas, self.tolerance = settings, replicas, tolerance
-        self.buffers: dict[tuple[str, int], Tensor] = {}
+    replicas: Mapping[str, int]
+    tolerance: Tolerance
+    buffers: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def round(self, minibatches: Mapping[int, tuple[Captured, Batch]]) -> dict[str, Expected]:
-        """The losses, mean gradients, and buffers afterwards, by name.
+        """Returns the losses, mean gradients, and buffers afterwards, by name.
 
         `minibatches`: by number, in their order, each with the model as captured for its shape.
         """
@@ -98,40 +95,41 @@ class Reference:
     def _figures(self, minibatches: Mapping[int, tuple[Captured, Batch]]) -> dict[str, Tensor]:
         losses: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
-        with _on_device([each for each, _ in minibatches.values()], self.settings.rng) as pieces:
+        models = [captured for captured, _ in minibatches.values()]
+        with _on_device(models, self.rng) as pieces:
             for position, (number, (captured, batch)) in enumerate(minibatches.items()):
-                self.settings.rng.minibatch = number
+                self.rng.minibatch = number
                 loss = self._forward(captured, pieces[id(captured)], batch, position)
                 losses[loss_of(number)] = loss.detach()
-                _add_gradients(sums, loss * self.settings.scale, pieces[id(captured)])
-        parts = len(minibatches) * self.settings.scale
+                _add_gradients(sums, loss * self.scale, pieces[id(captured)])
+        parts = len(minibatches) * self.scale
         gradients = {gradient_of(name): sum_ / parts for name, sum_ in sums.items()}
         buffers = {buffer_on(*key): buffer for key, buffer in self.buffers.items()}
         return losses | gradients | buffers
 
     def _forward(self, captured: Captured, piece: Segment, batch: Batch, position: int) -> Tensor:
-        settings, batch = self.settings, batch.to(self.settings.rng.device)
+        batch = batch.to(self.rng.device)
         known = dict(zip(captured.inputs, batch.inputs, strict=False))
         inputs = tuple(known[name] for name in piece.inputs)
         with captured.precision.computing(), torch.enable_grad():
             results = functional_call(piece.module, self._buffers_at(position, piece), inputs)
             known |= zip(piece.outputs, results, strict=True)
             output = rebuild([known[name] for name in captured.outputs], captured.out_spec)
-            return settings.loss(output, batch.target)
+            return self.loss(output, batch.target)
 
     def _buffers_at(self, position: int, piece: Segment) -> dict[str, Tensor]:
-        """Those that the pass of a minibatch reads and writes."""
-        own: dict[str, Tensor] = {}
+        """Returns those that the pass of a minibatch reads and writes."""
+        buffers: dict[str, Tensor] = {}
         for name, buffer in piece.module.named_buffers():
             if name in self.replicas:
                 key = name, position % self.replicas[name]
-                own[name] = self.buffers.setdefault(key, buffer.detach().clone())
-        return own
+                buffers[name] = self.buffers.setdefault(key, buffer.detach().clone())
+        return buffers
 
 
 @contextmanager
 def _on_device(captures: Iterable[Captured], rng: MinibatchRng) -> Iterator[dict[int, Segment]]:
-    """The models each as one piece, by identity; on the device of the run inside the context."""
+    """Yields the models each as one piece, by identity; inside, on the device of the run."""
     pieces: dict[int, Segment] = {}
     where: list[tuple[Tensor, torch.device]] = []
     try:
@@ -152,8 +150,8 @@ def _add_gradients(sums: dict[str, Tensor], loss: Tensor, piece: Segment) -> Non
     learned = {name: p for name, p in piece.module.named_parameters() if p.requires_grad}
     if not loss.requires_grad or not learned:
         return
-    found = torch.autograd.grad(loss, list(learned.values()), allow_unused=True)
-    for name, gradient in zip(learned, found, strict=True):
+    gradients = torch.autograd.grad(loss, list(learned.values()), allow_unused=True)
+    for name, gradient in zip(learned, gradients, strict=True):
         if gradient is not None:
             sums[name] = sums[name] + gradient if name in sums else gradient
 
@@ -164,45 +162,43 @@ def buffer_replicas(
     replicas: Sequence[int],
     buffers: Set[str],
 ) -> dict[str, int]:
-    """By the name of a buffer the replicas of the stage that has it."""
+    """Returns by the name of a buffer the replicas of the stage that has it."""
     stage_of = {node: face.stage for face in interfaces for node in face.nodes}
-    found: dict[str, int] = {}
+    buffer_stage_replicas: dict[str, int] = {}
     for node in captured.module.graph.find_nodes(op="get_attr"):
         owners = (captured.owner.get(user.name) for user in node.users)
         stages = {stage_of[owner] for owner in owners if owner is not None}
         if stages and node.target in buffers:
-            found[str(node.target)] = replicas[min(stages)]
-    return found
+            buffer_stage_replicas[str(node.target)] = replicas[min(stages)]
+    return buffer_stage_replicas
 
 
 def has_room(captured: Captured, device: torch.device) -> bool:
-    """Whether the whole model can be computed on the device; says so if not."""
+    """Tells whether the whole model can be computed on the device; says so if not."""
     values, parameters = captured.values.values(), captured.module.parameters()
     needed = 2 * sum(value.bytes for value in values) + 2 * sum(p.nbytes for p in parameters)
-    there = free_memory(device)
-    if needed > there:
-        told = f"{show_bytes(needed)} for the whole model, and {show_bytes(there)} are free"
-        print(f"training: not checked against the model: {told}", file=sys.stderr, flush=True)
-    return needed <= there
+    free = free_memory(device)
+    if needed > free:
+        reason = f"{show_bytes(needed)} for the whole model, and {show_bytes(free)} are free"
+        print(f"training: not checked against the model: {reason}", file=sys.stderr, flush=True)
+    return needed <= free
 
 
 def worst_of(
     expected: Mapping[str, Expected], figures: Mapping[str, Fingerprint | None], where: str
 ) -> tuple[float, str]:
-    """How far the figure that is furthest off is, in parts of what is allowed, and the message.
+    """Returns how far the figure that is furthest off is, in parts of what is allowed, and the
+    message.
 
     None stands for a gradient that is missing. Where the model has none, zeros are another thing:
     weight decay and momentum would move the parameter.
     """
-    worst, told = 0.0, ""
-    for what, figure in figures.items():
-        wanted = expected.get(what)
-        if wanted is None and (figure is None or not is_gradient(what)):
-            continue
-        parts, message = _compared(what, wanted, figure, f"the pipeline ({where})")
-        if parts > worst:
-            worst, told = parts, message
-    return worst, told
+    compared = (
+        _compared(what, expected.get(what), figure, f"the pipeline ({where})")
+        for what, figure in figures.items()
+        if what in expected or (figure is not None and is_gradient(what))
+    )
+    return max((pair for pair in compared if pair[0] > 0), key=itemgetter(0), default=(0.0, ""))
 
 
 def _compared(

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from pipedream.capture.checks.equivalence import gradient_of, restore
+from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.comm.transport import Transport
 from pipedream.graph.choices import DEFAULT_ORDER
@@ -34,7 +35,6 @@ from pipedream.runtime.selfcheck.fingerprint import Fingerprint, fingerprint
 from pipedream.runtime.selfcheck.reference import (
     Expected,
     Reference,
-    Settings,
     buffer_on,
     buffer_replicas,
     has_room,
@@ -45,56 +45,40 @@ from pipedream.runtime.stages.partition import links
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
 
-
-class RankAmongOthers(Protocol):
-    """What a rehearsal needs of a rank that has met the others."""
-
-    local: LocalModel
-    store: Store
-    transport: Transport
-
-    def executor(
-        self,
-        stage: LocalStage,
-        weights: Weights,
-        stepping: Updates,
-        on_loss: Callable[[int, Tensor], None],
-    ) -> Executor:
-        """What trains a stage of this rank."""
-
-    def say(self, words: str) -> None:
-        """Tells those who watch this rank what it does from now on."""
+ExecutorOf: TypeAlias = Callable[
+    [LocalStage, Weights, Updates, Callable[[int, Tensor], None]], Executor
+]
+"""(stage, weights, updates, what to call with the number and loss of a minibatch)"""
 
 
-def rehearse(context: RankAmongOthers) -> None:
+def rehearse(local: LocalModel, store: Store, transport: Transport, executor: ExecutorOf) -> None:
     """Raises UserError on all ranks if the pipeline does not compute what the model does.
 
-    To be called by all ranks when they have met, and before any has trained.
+    To be called by all ranks when they have met, and before any has trained. `executor` makes what
+    trains a stage of this rank.
     """
-    local = context.local
-    context.say("at the self-check")
-    rehearsal = _Rehearsal(context)
+    reference, rank_info = _reference(local), local.rank_info
     with ExitStack() as unchanged:
         for stage in local.stages:
             unchanged.enter_context(_unchanged_buffers(stage))
-        for numbers in _rounds(context):
-            batches = _Batches(context, numbers)
+        for numbers in _rounds(local):
+            batches = _Batches(local, numbers)
             key = f"self-check/{numbers[0]}"
-            told = broadcast(context.store, local.rank_info, key, rehearsal.expected(batches))
-            if told is None:
+            figures = broadcast(store, rank_info, key, _expected(reference, local, batches))
+            if figures is None:
                 break
-            wanted = {what: Expected(*each) for what, each in told.items()}
-            worst = worst_of(wanted, rehearsal.run(batches), f"rank {local.rank_info.rank}")
-            _agree(context, key, worst)
+            expected = {name: Expected(*fields) for name, fields in figures.items()}
+            computed = _computed(local, transport, executor, batches)
+            worst = worst_of(expected, computed, f"rank {rank_info.rank}")
+            _agree(rank_info, store, transport, key, worst)
     local.captures = None
 
 
-def _rounds(context: RankAmongOthers) -> list[list[int]]:
-    """The minibatches of each: one that gives every replica two, whose gradients are added and
-    whose messages use the same memory; and the smaller last one.
+def _rounds(local: LocalModel) -> list[list[int]]:
+    """Returns the minibatches of each: one that gives every replica two, whose gradients are added
+    and whose messages use the same memory; and the smaller last one.
     """
-    local, job = context.local, context.local.job
-    sizes, replicas = local.examples.sizes, job.plan.replicas
+    job, sizes, replicas = local.job, local.examples.sizes, local.job.plan.replicas
     most = 2 * max(replicas)
     if job.order != DEFAULT_ORDER:  # all kinds of passes come in so many
         most *= len(replicas)
@@ -105,11 +89,11 @@ def _rounds(context: RankAmongOthers) -> list[list[int]]:
     return [first, [sizes.last]] if sizes.last is not None else [first]
 
 
-def _spec(context: RankAmongOthers, minibatches: int) -> PipelineSpec:
-    """The pipeline of the run, with one update after so many minibatches."""
-    local, job = context.local, context.local.job
-    spec = replace(job.spec(links(local.interfaces), local.tied), joint_norm=False, accumulate=1)
-    if job.policy.drains:
+def _spec(local: LocalModel, minibatches: int) -> PipelineSpec:
+    """Returns the pipeline of the run, with one update after so many minibatches."""
+    spec = local.job.spec(links(local.interfaces), local.tied)
+    spec = replace(spec, joint_norm=False, accumulate=1)
+    if local.job.policy.drains:
         return spec
     return replace(spec, name="flush", microbatches=minibatches, max_in_flight=None)
 
@@ -119,18 +103,18 @@ class _Batches:
     first one for all.
     """
 
-    def __init__(self, context: RankAmongOthers, numbers: Sequence[int]) -> None:
-        self.numbers, local = list(numbers), context.local
+    def __init__(self, local: LocalModel, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
         self.examples, self.first, self.device = local.examples, local.first, local.device
         varying, stream = self.examples.config.data.varying, self.examples.stream
         self.epoch = None if varying or stream is not None else self.examples.epoch(1)
         self.read: dict[int, Batch] = {}
 
-    def of(self, number: int) -> Batch:
-        """On the CPU."""
-        if number not in self.read:
-            self.read[number] = self._read(number)
-        return self.read[number]
+    def peek(self, minibatch: int) -> Batch:
+        """Returns the minibatch on the CPU."""
+        if minibatch not in self.read:
+            self.read[minibatch] = self._read(minibatch)
+        return self.read[minibatch]
 
     def _read(self, number: int) -> Batch:
         if self.epoch is not None:
@@ -140,84 +124,71 @@ class _Batches:
         return self.first.first(self.examples.sizes.of(number))
 
     def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
-        tensors = self.of(minibatch).to(self.device).inputs
+        tensors = self.peek(minibatch).to(self.device).inputs
         return [tensors[position] for position in which]
 
     def target(self, minibatch: int) -> Any:
-        return self.of(minibatch).to(self.device).target
-
-    def peek(self, minibatch: int) -> Batch:
-        return self.of(minibatch)
+        return self.peek(minibatch).to(self.device).target
 
 
-class _Rehearsal:
-    """Rounds through the stages of this rank. `reference`: on rank 0, if it has room for that."""
-
-    def __init__(self, context: RankAmongOthers) -> None:
-        self.context, self.reference = context, _reference(context)
-
-    def expected(self, batches: _Batches) -> dict[str, Any] | None:
-        """The figures of a round as JSON can hold them."""
-        captures = self.context.local.captures
-        if captures is None or self.reference is None:
-            return None
-        self.context.local.rng.epoch = 0
-        rest = captures.rest
-        figures = self.reference.round(
-            {
-                number: (
-                    rest if rest is not None and number == captures.last else captures.whole,
-                    batches.of(number),
-                )
-                for number in batches.numbers
-            }
-        )
-        return {what: astuple(each) for what, each in figures.items()}
-
-    def run(self, batches: _Batches) -> dict[str, Fingerprint | None]:
-        """The figures that this rank has of a round, by name."""
-        local, numbers = self.context.local, batches.numbers
-        local.rng.epoch = 0
-        actions = Schedule(_spec(self.context, len(numbers)), len(numbers)).actions(*local.workers)
-        numbered = [each._replace(minibatch=numbers[each.minibatch]) for each in actions]
-        losses: dict[str, Tensor] = {}
-        scale = scale_of(local.job.config)
-        gradients = {each.stage: GradientSums(scale) for each in local.stages}
-        executors = {
-            stage.stage: self.context.executor(
-                stage,
-                Weights(stage.parameters),
-                gradients[stage.stage],
-                lambda number, loss: losses.update({loss_of(number): loss}),
-            )
-            for stage in local.stages
-        }
-        stream = ActionStream(TrainingSegment(0, len(numbers)), numbered)
-        Engine(executors, self.context.transport).run(stream, batches)
-        figures: dict[str, Fingerprint | None] = {
-            what: fingerprint(loss) for what, loss in losses.items()
-        }
-        for stage in local.stages:
-            figures |= _figures(stage, gradients[stage.stage])
-        return figures
-
-
-def _reference(context: RankAmongOthers) -> Reference | None:
-    local, captures = context.local, context.local.captures
+def _reference(local: LocalModel) -> Reference | None:
+    """Returns the reference on rank 0, if it has room for that."""
+    captures, job = local.captures, local.job
     if captures is None or captures.tolerance is None or not has_room(captures.whole, local.device):
         return None
-    config = local.job.config
-    return Reference(
-        Settings(local.loss, local.rng, scale_of(config).value),
-        buffer_replicas(
-            captures.whole, local.interfaces, local.job.plan.replicas, captures.buffers
-        ),
-        captures.tolerance,
+    replicas = buffer_replicas(
+        captures.whole, local.interfaces, job.plan.replicas, captures.buffers
     )
+    scale = scale_of(job.config).value
+    return Reference(local.loss, local.rng, scale, replicas, captures.tolerance)
+
+
+def _expected(
+    reference: Reference | None, local: LocalModel, batches: _Batches
+) -> dict[str, Any] | None:
+    """Returns what the figures of a round should be, as JSON can hold it."""
+    captures = local.captures
+    if captures is None or reference is None:
+        return None
+    local.rng.epoch = 0
+    last = {captures.last: captures.rest} if captures.rest is not None else {}
+    figures = reference.round(
+        {
+            number: (last.get(number, captures.whole), batches.peek(number))
+            for number in batches.numbers
+        }
+    )
+    return {name: astuple(figure) for name, figure in figures.items()}
+
+
+def _computed(
+    local: LocalModel, transport: Transport, executor: ExecutorOf, batches: _Batches
+) -> dict[str, Fingerprint | None]:
+    """Sends a round through the stages; returns the figures that this rank has of it, by name."""
+    numbers, scale = batches.numbers, scale_of(local.job.config)
+    local.rng.epoch = 0
+    actions = Schedule(_spec(local, len(numbers)), len(numbers)).actions(*local.workers)
+    numbered = [action._replace(minibatch=numbers[action.minibatch]) for action in actions]
+    losses: dict[int, Tensor] = {}
+    sums = {stage.stage: GradientSums(scale) for stage in local.stages}
+    executors = {
+        stage.stage: executor(
+            stage, Weights(stage.parameters), sums[stage.stage], losses.__setitem__
+        )
+        for stage in local.stages
+    }
+    stream = ActionStream(TrainingSegment(0, len(numbers)), numbered)
+    Engine(executors, transport).run(stream, batches)
+    figures: dict[str, Fingerprint | None] = {
+        loss_of(number): fingerprint(loss) for number, loss in losses.items()
+    }
+    for stage in local.stages:
+        figures |= _figures(stage, sums[stage.stage])
+    return figures
 
 
 def _figures(stage: LocalStage, gradients: GradientSums) -> dict[str, Fingerprint | None]:
-    """Of the gradients and buffers of a stage, on a mesh of the whole ones."""
+    """Returns those of the gradients and buffers of a stage, on a mesh of the whole ones."""
     sharding, figures = stage.sharding, dict[str, Fingerprint | None]()
     for name, parameter in stage.parameters.items():
         if not parameter.requires_grad:
@@ -244,16 +215,16 @@ def _unchanged_buffers(stage: LocalStage) -> Iterator[None]:
             restore(buffer, value)
 
 
-def _agree(context: RankAmongOthers, key: str, worst: tuple[float, str]) -> None:
+def _agree(
+    rank_info: RankInfo, store: Store, transport: Transport, key: str, worst: tuple[float, str]
+) -> None:
     """Raises UserError on all ranks, for the figure that is furthest off, if one is too far."""
-    rank_info, store = context.local.rank_info, context.store
     send_message(store, f"{key}/of/{rank_info.rank}", worst)
-    told = None
+    parts, message = 0.0, ""
     if rank_info.rank == 0:
         ranks = range(rank_info.world_size)
         parts, message = max(receive_message(store, f"{key}/of/{rank}") for rank in ranks)
-        told = message if parts > 1 else None
-    told = broadcast(store, rank_info, f"{key}/agreed", told)
-    if told is not None:
-        context.transport.barrier()  # rank 0 has the store, from which all have to hear it first
-        raise UserError(told)
+    problem = broadcast(store, rank_info, f"{key}/agreed", message if parts > 1 else None)
+    if problem is not None:
+        transport.barrier()  # rank 0 has the store, from which all have to hear it first
+        raise UserError(problem)
