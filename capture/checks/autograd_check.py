@@ -29,7 +29,7 @@ def functions_on_gradients(model: nn.Module) -> Iterator[Counter[str]]:
     def look(module: nn.Module, args: object, output: object) -> None:
         counts.clear()
         counts.update(
-            node._forward_cls.__name__
+            node._forward_cls.__name__  # type: ignore[attr-defined]
             for node in autograd_nodes(output, set())
             if isinstance(node, BackwardCFunction) and not is_torchs_own(node._forward_cls)
         )
