@@ -19,10 +19,10 @@ from pipedream.capture.compute_settings import Precision, keep_freed_memory
 from pipedream.capture.errors.capture_errors import failing_module
 from pipedream.capture.export import capture
 from pipedream.capture.fake_tensors import capture_fake
+from pipedream.capture.grouping import undivided
 from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.capture.sources.load import Loaded
-from pipedream.capture.undivided import undivided
 from pipedream.comm.memory import free_memory
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
