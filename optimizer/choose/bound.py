@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.cluster import Cluster, Link, ring_seconds
-from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
+from pipedream.optimizer.cost.models import LargestTerm, LevelLinks, Terms, Work
 from pipedream.optimizer.cost.stages import Rules
-from pipedream.optimizer.cuts.planning_graph import Floats, Ints
+from pipedream.optimizer.cuts.planning_graph import Ints
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.schedule.policy import uniform_updates
@@ -22,7 +22,7 @@ _MOST_CUTS = 300
 
 
 @dataclass(frozen=True)
-class RelaxedCost:
+class RelaxedCost(LargestTerm):
     """What a stage takes at least on any m devices of a cluster: max(C'/m, R/N).
 
     R: a ring all-reduce over the links that m devices cannot do without, all of it hidden behind
@@ -44,7 +44,7 @@ class RelaxedCost:
             tuple((prod(cluster.machines[: k - 1]), cluster.ring_link(k)) for k in levels)
         )
 
-    def in_rounds(self, minibatches: int | None) -> CostModel:
+    def in_rounds(self, minibatches: int | None) -> Self:
         return replace(self, minibatches=minibatches)
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
@@ -55,12 +55,6 @@ class RelaxedCost:
         rounds = replicas if self.minibatches is None else self.minibatches
         return Terms(work.inner_seconds / replicas, reduced / rounds, np.zeros(1))
 
-    def seconds(self, terms: Terms) -> Floats:
-        return np.maximum(terms.compute, terms.all_reduce)
-
-    def limit(self, terms: Terms) -> str:
-        return "compute" if terms.compute.item() >= terms.all_reduce.item() else "all-reduce"
-
 
 def lower_bound(request: Request) -> float:
     """Seconds per minibatch that no plan chosen by simulation takes less than, on however many of
@@ -68,11 +62,7 @@ def lower_bound(request: Request) -> float:
     """
     if request.order in (None, DEFAULT_ORDER):
         return _of_any_division(request)
-    return _shared_out(request)
-
-
-def _shared_out(request: Request) -> float:
-    """What no order takes less than: all work, shared out evenly."""
+    # No order takes less than all work, shared out evenly.
     cluster = request.cluster
     speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
     return float(request.planning.compute_seconds.sum()) / speeds

@@ -31,15 +31,15 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
     if not rules.straight or devices == 1:
         yield DATA_PARALLEL, data_parallel(request)
     for model in MODELS:
-        yield from _found(f"best by {model.name}", replace(request, model=model))
+        yield from _divisions(f"best by {model.name}", replace(request, model=model))
     crowded = devices > len(request.planning)
     straight = replace(rules, straight=True, fewer_machines=rules.fewer_machines or crowded)
     for model in (NetworkCost(), PaperCost()):
         changed = replace(request, model=model, rules=straight)
-        yield from _found("straight pipeline", changed)
+        yield from _divisions("straight pipeline", changed)
 
 
-def _found(name: str, request: Request) -> Iterator[tuple[str, Division]]:
+def _divisions(name: str, request: Request) -> Iterator[tuple[str, Division]]:
     try:
         division = Division.of(rough_plan(request, _MOST_CUTS).plan, request.planning)
     except UserError:

@@ -23,17 +23,16 @@ from pipedream.optimizer.search.outcome import (
     Outcome,
     Rival,
     ScheduleTime,
-    check_shared,
     placed_outcome,
 )
 from pipedream.optimizer.search.planner import check, optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.split import Split
 
-_SPENT = 300_000
+_BUDGET = 300_000
 """Actions simulated, about, from each of the best candidates: about a second."""
 
-_SPENT_ON_OTHERS = 100_000
+_BUDGET_OF_OTHERS = 100_000
 """The same under each schedule that was not asked for."""
 
 _SCHEDULES: tuple[ScheduleName, ...] = ("weight-stashing", "2bw", "flush")
@@ -48,7 +47,7 @@ _BETTER = 1e-4
 _WORTH_MEMORY = 0.01
 """The same for more minibatches in flight, which cost memory."""
 
-_AROUND = 1.25
+_WORTH_EXPLORING = 1.25
 """Divisions that take so many times as long as the best may lead to a better one."""
 
 _RIVALS = 5
@@ -97,31 +96,31 @@ def _time_of(outcome: Outcome) -> ScheduleTime:
 
 def choose(request: Request) -> Outcome:
     """The fastest plan that was found. Raises UserError if no plan fits the memory."""
-    check(request.planning, request)
+    check(request)
     if request.split is not None:
-        return _as_given(request, request.split)
+        return _with_split(request, request.split)
     trials = PlacedTrials(request)
-    found = list(_found(request, trials))
-    fitting = _distinct([trial for _, trial in found if trial.fits])
+    named = list(_named_trials(request, trials))
+    fitting = list({trial.division: trial for _, trial in named if trial.fits}.values())
     if not fitting:
         # Either nothing fits, which the search then says, or all of it takes long to simulate.
         return optimize(request)
     fitting.sort(key=lambda trial: trial.seconds)
     neighbours = Neighbours(request.planning, request.cluster, request.rules.straight)
     steps = _steps(neighbours)
-    climbed = [climb(start, trials, steps, trials.spent + _SPENT) for start in fitting[:_STARTS]]
+    climbed = [climb(start, trials, steps, trials.spent + _BUDGET) for start in fitting[:_STARTS]]
     starts = [*climbed, *fitting]
-    around = best_first(starts, trials, neighbours.of, trials.spent + _SPENT, _AROUND)
-    best = climb(around, trials, steps, trials.spent + _SPENT)
+    explored = best_first(starts, trials, neighbours.of, trials.spent + _BUDGET, _WORTH_EXPLORING)
+    best = climb(explored, trials, steps, trials.spent + _BUDGET)
     divisions = [best.division, *(trial.division for trial in fitting[:_STARTS])]
     return replace(
         _outcome(request, best, trials),
-        rivals=tuple(_rivals(found, best)),
+        rivals=tuple(_rivals(named, best)),
         schedules=tuple(_under_others(request, divisions, neighbours)),
     )
 
 
-def _as_given(request: Request, split: Split) -> Outcome:
+def _with_split(request: Request, split: Split) -> Outcome:
     """The plan with the user's stages, whether or not they fit, and what they would take under
     other schedules. Raises UserError if the schedule does not allow them.
     """
@@ -132,7 +131,7 @@ def _as_given(request: Request, split: Split) -> Outcome:
             f" workers, and there are {devices} of them: give more --machines, or fewer stages or"
             " --replicas"
         )
-    check_shared(request, graph, split.ends(graph), split.replicas)
+    request.check_shared(split.ends(graph), split.replicas)
     division, trials = Division.given(split, graph), PlacedTrials(request)
     trial = trials.settle(division)
     if trial is None:
@@ -140,7 +139,7 @@ def _as_given(request: Request, split: Split) -> Outcome:
     outcome = _outcome(request, trial, trials)
     schedules = tuple(_under_others(request, [division], None))
     return replace(
-        outcome, given=True, schedules=schedules, notes=_too_large(outcome.plan, request)
+        outcome, user_split=True, schedules=schedules, notes=_too_large(outcome.plan, request)
     )
 
 
@@ -155,7 +154,7 @@ def _too_large(plan: Plan, request: Request) -> tuple[str, ...]:
     )
 
 
-def _found(request: Request, trials: PlacedTrials) -> Iterator[tuple[str, Trial]]:
+def _named_trials(request: Request, trials: PlacedTrials) -> Iterator[tuple[str, Trial]]:
     """The candidates; with more in flight those that may come near the fastest."""
     tried = [
         (name, trial)
@@ -164,13 +163,9 @@ def _found(request: Request, trials: PlacedTrials) -> Iterator[tuple[str, Trial]
     ]
     fastest = min((trial.seconds for _, trial in tried), default=0.0)
     for name, trial in tried:
-        near = trial.bound <= fastest * _AROUND
+        near = trial.bound <= fastest * _WORTH_EXPLORING
         settled = _settled(trial.division, trials) if near else None
         yield name, settled or trial
-
-
-def _distinct(trials: Sequence[Trial]) -> list[Trial]:
-    return list({trial.division: trial for trial in trials}.values())
 
 
 def _steps(neighbours: Neighbours) -> WorthSteps:
@@ -190,20 +185,12 @@ def _settled(division: Division, trials: PlacedTrials) -> Trial | None:
         return None
 
 
-def _rivals(found: Sequence[tuple[str, Trial]], best: Trial) -> list[Rival]:
+def _rivals(named: Sequence[tuple[str, Trial]], best: Trial) -> list[Rival]:
     """The candidates that lost, each division once, by the first name it has."""
-    named: dict[Division, tuple[str, Trial]] = {}
-    for name, trial in found:
-        named.setdefault(trial.division, (name, trial))
+    first = {trial.division: (name, trial) for name, trial in reversed(named)}
     rivals = [
-        Rival(
-            name,
-            division.replicas,
-            trial.fits,
-            trial.simulated,
-            trial.why,
-        )
-        for division, (name, trial) in named.items()
+        Rival(name, division.replicas, trial.fits, trial.simulated, trial.why)
+        for division, (name, trial) in reversed(first.items())
         if division != best.division
     ]
     rivals.sort(key=lambda rival: (not rival.fits, rival.seconds))
@@ -234,7 +221,7 @@ def _under_others(
         if fitting:
             best = min(fitting, key=lambda trial: trial.seconds)
             if neighbours is not None:
-                best = climb(best, trials, _steps(neighbours), trials.spent + _SPENT_ON_OTHERS)
+                best = climb(best, trials, _steps(neighbours), trials.spent + _BUDGET_OF_OTHERS)
             count = best.plan.predicted.microbatches
             microbatches = max(microbatches, count or 0)
             yield ScheduleTime(schedule, best.division.replicas, best.seconds, count)
@@ -246,16 +233,16 @@ def _outcome(request: Request, best: Trial, trials: PlacedTrials) -> Outcome:
     bound = lower_bound(request)
     outcome = placed_outcome(memory, request, placed, bound, slack=best.division.slack)
     plan = best.simulation.noted_in(outcome.plan)
-    outcome = replace(outcome, plan=plan, cuts=trials.plans)
+    outcome = replace(outcome, plan=plan, considered=trials.plans)
     figures: dict[str, object] = {}
     in_a_run = expected(plan, request)
     if in_a_run is not None:
         figures["expected_seconds_per_minibatch"] = in_a_run.seconds
         figures["expected_deviation_seconds"] = in_a_run.deviation
     whole = trials.tried(data_parallel(request))
-    beside = whole and expected(whole.plan, request)
-    if beside is not None:
-        figures["data_parallel_seconds"] = beside.seconds
+    of_whole = whole and expected(whole.plan, request)
+    if of_whole is not None:
+        figures["data_parallel_seconds"] = of_whole.seconds
     if request.latency is not None:
         batch, predicted = request.latency.microbatches, plan.predicted
         figures |= {

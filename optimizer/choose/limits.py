@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import DraftPlan
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.closed_form import ClosedForm
-from pipedream.optimizer.simulate.workload import Workload
 from pipedream.schedule.policy import policy
 from pipedream.schedule.spec import PipelineSpec, in_order_of
 
 
-def limits(plan: Plan, request: Request) -> list[str]:
+def limits(plan: DraftPlan, request: Request) -> list[str]:
     """For each stage compute, all-reduce or boundary, as for plans in the order 1F1B.
 
     It is boundary where messages use the port of a rank for longer than passes and sums of all its
@@ -49,9 +48,7 @@ def _port_seconds(form: ClosedForm, ranks: Sequence[int]) -> float:
     return max(own, default=0.0)
 
 
-def _closed_form(plan: Plan, request: Request) -> ClosedForm:
+def _closed_form(plan: DraftPlan, request: Request) -> ClosedForm:
     assert plan.predicted.microbatches is not None
     spec = PipelineSpec(plan.schedule, plan.replicas, plan.links, plan.predicted.microbatches)
-    rules = policy(in_order_of(plan, spec))
-    work = Workload.of(plan, rules, request.graph, request.update_rate, request.overheads)
-    return ClosedForm(work, plan.cluster, [stage.ranks for stage in plan.stages], rules)
+    return request.closed_form(plan, policy(in_order_of(plan, spec)))

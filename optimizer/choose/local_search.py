@@ -37,13 +37,13 @@ def best_first(
     trials: Trials[T],
     steps: Steps,
     most: int,
-    around: float,
+    worth: float,
     unfit: bool = False,
 ) -> T:
     """The best division found best first: of all that are known and whose steps have not been
     tried, the best is next, be it slower than the best; until `most` is spent.
 
-    Divisions that take at least `around` times as long as the best one that fits lead nowhere, nor
+    Divisions that take at least `worth` times as long as the best one that fits lead nowhere, nor
     do those that do not fit unless `unfit`.
     """
     best = min(starts, key=lambda trial: trial.rank)
@@ -56,7 +56,7 @@ def best_first(
                 return best
             if division in seen:
                 continue
-            trial = trials.tried(division, best.seconds * around)
+            trial = trials.tried(division, best.seconds * worth)
             if trial is not None and (trial.fits or unfit):
                 seen.add(division)
                 best = min(best, trial, key=lambda each: each.rank)

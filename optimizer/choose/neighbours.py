@@ -4,7 +4,7 @@ left out or taken in, two stages become one, one becomes two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from pipedream.graph.cluster import Cluster
@@ -61,9 +61,8 @@ class Neighbours:
 
     def _larger(self, here: int, after: int) -> Iterator[int]:
         """Downsets between the two, not the second itself."""
-        nodes, producers = list(bits(after & ~here)), self.graph.producer_masks
-        ready = [node for node in nodes if not producers[node] & ~here]
-        for node in ready[:_MOST_NODES]:
+        nodes = list(bits(after & ~here))
+        for node in self._ready(nodes, here)[:_MOST_NODES]:
             if len(nodes) > 1:
                 yield here | 1 << node
         for count in _RUNS:
@@ -72,9 +71,8 @@ class Neighbours:
 
     def _smaller(self, here: int, before: int) -> Iterator[int]:
         """Downsets between the two, not the second itself."""
-        nodes, consumers = list(bits(here & ~before)), self.graph.consumer_masks
-        free = [node for node in nodes if not consumers[node] & here]
-        for node in free[-_MOST_NODES:]:
+        nodes = list(bits(here & ~before))
+        for node in self._free(nodes, here)[-_MOST_NODES:]:
             if len(nodes) > 1:
                 yield here & ~(1 << node)
         for count in _RUNS:
@@ -83,13 +81,18 @@ class Neighbours:
 
     def _exchanged(self, before: int, here: int, after: int) -> Iterator[int]:
         """Downsets with one node of the stage before the cut exchanged for one after it."""
-        producers, consumers = self.graph.producer_masks, self.graph.consumer_masks
-        ready = [node for node in bits(after & ~here) if not producers[node] & ~here]
-        free = [node for node in bits(here & ~before) if not consumers[node] & here]
-        for leaves in free[-_MOST_EXCHANGED:]:
-            for comes in ready[:_MOST_EXCHANGED]:
-                if not producers[comes] >> leaves & 1:
+        for leaves in self._free(bits(here & ~before), here)[-_MOST_EXCHANGED:]:
+            for comes in self._ready(bits(after & ~here), here)[:_MOST_EXCHANGED]:
+                if not self.graph.producer_masks[comes] >> leaves & 1:
                     yield here & ~(1 << leaves) | 1 << comes
+
+    def _ready(self, nodes: Iterable[int], downset: int) -> list[int]:
+        """Those of the nodes that may join the downset."""
+        return [node for node in nodes if not self.graph.producer_masks[node] & ~downset]
+
+    def _free(self, nodes: Iterable[int], downset: int) -> list[int]:
+        """Those of the nodes that may leave the downset."""
+        return [node for node in nodes if not self.graph.consumer_masks[node] & downset]
 
     def _moved_ranks(self, division: Division) -> Iterator[Division]:
         ranks = division.ranks
@@ -138,10 +141,10 @@ class Neighbours:
         spare = self._spare(ranks)[:1]
         for at, own in enumerate(ranks):
             nodes = list(bits(downsets[at] & ~before))
-            ways = [(own[:share], own[share:]) for share in self._shares(len(own))]
+            pairs = [(own[:share], own[share:]) for share in self._shares(len(own))]
             if spare:
-                ways += [(own, tuple(spare)), (tuple(spare), own)]
-            for first, second in ways:
+                pairs += [(own, tuple(spare)), (tuple(spare), own)]
+            for first, second in pairs:
                 share = len(first) / (len(first) + len(second))
                 for count in self._places(nodes, share):
                     middle = before | sum(1 << node for node in nodes[:count])

@@ -16,6 +16,7 @@ import numpy as np
 from pipedream.graph.choices import BEST_ORDER, DEFAULT_ORDER
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
+from pipedream.graph.plan import Plan
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.division import Division
@@ -34,7 +35,7 @@ from pipedream.schedule.rank_maps import loop
 _STEPS = 80
 """A search ends when it has tried more divisions of a shape."""
 
-_AROUND = 1.3
+_WORTH_EXPLORING = 1.3
 """Shapes whose even division takes so many times as long as the best are left."""
 
 _ORDERED = 4
@@ -47,7 +48,7 @@ _NEAR = 1.1
 def best_ordered_plan(request: Request) -> Outcome:
     """The fastest plan found in the order of the request. Raises UserError if there is none."""
     assert request.order not in (None, DEFAULT_ORDER)
-    found, tried = _found(request)
+    found, tried = _best_trials(request)
     found.sort(key=lambda each: each.simulated)
     fitting = [each for each in found if each.fits or request.split is not None]
     if not fitting:
@@ -57,7 +58,7 @@ def best_ordered_plan(request: Request) -> Outcome:
         outcome,
         rivals=tuple(_rivals(fitting[0], found)),
         schedules=tuple(_in_longer_rounds(request, fitting[0])),
-        given=request.split is not None,
+        user_split=request.split is not None,
         notes=() if fitting[0].fits else (_too_large(fitting[0]),),
     )
 
@@ -90,7 +91,7 @@ def _nothing(request: Request, found: Sequence[OrderedTrial]) -> str:
     )
 
 
-def _found(request: Request) -> tuple[list[OrderedTrial], int]:
+def _best_trials(request: Request) -> tuple[list[OrderedTrial], int]:
     """The best division of each order and shape, of those shapes that begin well; with auto and
     best also the order found for it, if it is one of the best. And how many plans were made.
     """
@@ -118,7 +119,7 @@ def _best_of_each(request: Request, trials: Sequence[OrderedTrials]) -> Iterator
     begun.sort(key=lambda pair: pair[1].rank)
     moved_cuts = Neighbours(request.planning, request.cluster, straight=True).moved_cuts
     for own, first in begun:
-        if first.simulated > begun[0][1].simulated * _AROUND:
+        if first.simulated > begun[0][1].simulated * _WORTH_EXPLORING:
             continue
         if request.split is not None:
             yield first
@@ -193,8 +194,7 @@ def _outcome(request: Request, best: OrderedTrial, tried: int) -> Outcome:
             "one_worker_seconds": float(request.planning.compute_seconds.sum()) / types.fastest,
         }
     )
-    plan = best.plan.model_copy(update={"predicted": predicted})
-    plan = type(plan)(**dict(plan))  # which checks it
+    plan = Plan(**dict(best.plan) | {"predicted": predicted})  # which checks it
     figures = tuple(
         StageFigures(stage.compute_seconds / stage.replicas, limit, stage.in_flight or 1)
         for stage, limit in zip(plan.stages, limits(plan, request), strict=True)
@@ -202,7 +202,7 @@ def _outcome(request: Request, best: OrderedTrial, tried: int) -> Outcome:
     outcome = Outcome(
         plan=plan,
         figures=figures,
-        cuts=tried,
+        considered=tried,
         exact=False,
         whole_model_bytes=whole.total,
         memory=types.smallest_memory if types.memory_limited else None,

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipedream.graph.choices import MICROBATCHES
-from pipedream.graph.plan import LinkSeconds, OrderTimes, Plan, StageMemory
+from pipedream.graph.plan import DraftPlan, LinkSeconds, OrderTimes, StageMemory
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.trial import Trial, Trials
 from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.network import Network
+from pipedream.optimizer.cost.worker_memory import WorkerMemory
 from pipedream.optimizer.cuts.antichains import bits
-from pipedream.optimizer.search.memory_fit import WorkerMemory
-from pipedream.optimizer.search.outcome import make_plan, nothing_yet, with_memory
+from pipedream.optimizer.search.placed_plan import unpriced_plan, with_workers
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_work
@@ -91,7 +91,7 @@ class OrderedTrials(Trials[OrderedTrial]):
         if not has_room(spec):
             return None
         workers = stages.workers(most_in_flight(spec))
-        plan = with_memory(plan, workers)
+        plan = with_workers(plan, workers)
         simulation = simulate_work(plan, stages.workload(plan), QUICK_MOVES)
         if simulation is None:
             return None
@@ -174,25 +174,23 @@ class _Stages:
             )
         ]
 
-    def plan(self, order: str, in_flight: Sequence[int]) -> Plan:
-        nothing = nothing_yet(self.request, self.request.settings.microbatches)
-        plan = make_plan(self.cuts, self.request, self.placed, self.workers(in_flight), nothing)
+    def plan(self, order: str, in_flight: Sequence[int]) -> DraftPlan:
+        microbatches = self.request.settings.microbatches
+        workers = self.workers(in_flight)
+        plan = unpriced_plan(self.cuts, self.request, self.placed, workers, microbatches)
         return plan.model_copy(update={"order": order})
 
-    def spec(self, plan: Plan) -> PipelineSpec:
+    def spec(self, plan: DraftPlan) -> PipelineSpec:
         microbatches = plan.predicted.microbatches or MICROBATCHES
         return PipelineSpec(plan.schedule, plan.replicas, plan.links, microbatches)
 
-    def workload(self, plan: Plan) -> Workload:
-        request = self.request
-        rules = policy(in_order_of(plan, self.spec(plan)))
-        return Workload.of(plan, rules, request.graph, request.update_rate, request.overheads)
+    def workload(self, plan: DraftPlan) -> Workload:
+        return self.request.workload(plan, policy(in_order_of(plan, self.spec(plan))))
 
-    def order_times(self, plan: Plan) -> OrderTimes:
+    def order_times(self, plan: DraftPlan) -> OrderTimes:
         """What the order is found for, on the slowest device of each place."""
         plain = plan.model_copy(update={"order": None})
-        request, rules = self.request, policy(self.spec(plan))
-        work = Workload.of(plain, rules, request.graph, request.update_rate, request.overheads)
+        work = self.request.workload(plain, policy(self.spec(plan)))
         speeds = [self.types.worst_of_machines(placed.machines).speed for placed in self.placed]
         stages = [each.at(speed) for each, speed in zip(work.stages, speeds, strict=True)]
         two = self._memory([2] * len(stages))
@@ -210,7 +208,7 @@ class _Stages:
             limit_bytes=self._limit(held),
         )
 
-    def _link(self, plan: Plan, work: Workload, source: int, target: int) -> LinkSeconds:
+    def _link(self, plan: DraftPlan, work: Workload, source: int, target: int) -> LinkSeconds:
         here, there = plan.stages[source].ranks[0], plan.stages[target].ranks[0]
 
         def seconds(amount: float) -> float:

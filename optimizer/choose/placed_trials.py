@@ -9,7 +9,7 @@ import numpy as np
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.trial import Trial, Trials
 from pipedream.optimizer.cuts.planning_graph import Floats
-from pipedream.optimizer.search.outcome import placed_plan, unweighed_plan
+from pipedream.optimizer.search.placed_plan import placed_plan
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_work
 
@@ -55,11 +55,9 @@ class PlacedTrials(Trials[Trial]):
     def make(self, division: Division, within: float) -> Trial | None:
         request = self.request
         cuts, placed = division.cuts(self.graph), division.placed(request.cluster)
-        if request.constrains_stages(request.device_types):
-            memory = request.memory_model(cuts)
-            plan, form, workers = placed_plan(memory, request, placed, division.slack)
-        else:
-            plan, form, workers = unweighed_plan(cuts, request, placed, division.slack, within)
+        limited = request.constrains_stages(request.device_types)
+        memory = request.memory_model(cuts) if limited else None
+        plan, form, workers = placed_plan(cuts, request, placed, memory, division.slack, within)
         self.bounds[division] = form.bound
         if form.bound > within:
             return None

@@ -11,21 +11,19 @@ import numpy as np
 
 from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.outcome import Outcome, given_plan
+from pipedream.optimizer.search.outcome import Outcome, fixed_outcome
 from pipedream.optimizer.search.request import Request
 
 _HALVINGS = 60
 
 
 def equal_layers(request: Request, microbatches: int) -> Outcome:
-    """The same number of nodes in each stage, and one update per `microbatches` (GPipe, NeurIPS
-    2019).
-    """
+    """As many nodes in each stage, an update per `microbatches` (GPipe, NeurIPS 2019)."""
     graph = request.planning
     stages = min(request.cluster.devices, len(graph))
     ends = [len(graph) * (stage + 1) // stages for stage in range(stages)]
     ours = replace(request, schedule="gpipe", microbatches=microbatches)
-    outcome = given_plan(ours, graph, ends, [1] * stages)
+    outcome = fixed_outcome(ours, ends, [1] * stages)
     seconds = outcome.batch_seconds(Latency(microbatches))
     return outcome.predicting(microbatches=microbatches, latency_seconds=seconds)
 
@@ -35,13 +33,12 @@ def equal_parameters(request: Request) -> Outcome:
     graph = request.planning
     stages = min(request.cluster.devices, len(graph))
     ends = balanced(graph.parameter_bytes, stages)
-    return given_plan(request, graph, ends, [1] * stages)
+    return fixed_outcome(request, ends, [1] * stages)
 
 
 def data_parallel(request: Request) -> Outcome:
     """The whole model on every device."""
-    graph = request.planning
-    return given_plan(request, graph, [len(graph)], [request.cluster.devices])
+    return fixed_outcome(request, [len(request.planning)], [request.cluster.devices])
 
 
 def balanced(weights: Floats, pieces: int) -> list[int]:
@@ -66,7 +63,7 @@ def balanced(weights: Floats, pieces: int) -> list[int]:
 
 
 def _filled(before: Floats, limit: float) -> list[int]:
-    """The ends of the longest runs that weigh at most `limit`."""
+    """Returns the ends of the longest runs that weigh at most `limit`."""
     ends = [0]
     while ends[-1] < len(before) - 1:
         end = int(np.searchsorted(before, before[ends[-1]] + limit, side="right")) - 1

@@ -129,10 +129,10 @@ class MixedRadixCounter:
         return sum(self.decode(code))
 
     def choices(self) -> Iterator[tuple[int, ...]]:
-        """All ways to take at least one component."""
-        ways = product(*(range(n + 1) for n in self.counts))
-        next(ways)
-        return ways
+        """Every choice of at least one component, as the number of each type."""
+        choices = product(*(range(n + 1) for n in self.counts))
+        next(choices)  # of no component
+        return choices
 
     def remaining_after(self, taken: Sequence[int]) -> Sequence[int]:
         """The codes of all subsets of the components that are not `taken`, the largest last."""

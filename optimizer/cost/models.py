@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -103,12 +103,38 @@ def overhead(
     """[case, end]: seconds of stages with nothing to compute and no boundaries."""
     idle = np.zeros_like(parameter_bytes)
     work = Work(idle[None], parameter_bytes, 0.0, idle)
-    ways = (model.terms(work, level, replicas, first) for first in (True, False))
-    return np.minimum(*map(model.seconds, ways))
+    terms = (model.terms(work, level, replicas, first) for first in (True, False))
+    return np.minimum(*map(model.seconds, terms))
+
+
+class LargestTerm:
+    """Part of a cost model: all-reduce and messages overlap with all else."""
+
+    def in_rounds(self, minibatches: int | None) -> Self:
+        """The same: what a round is makes no difference."""
+        return self
+
+    def seconds(self, terms: Terms) -> Floats:
+        return np.maximum(np.maximum(terms.compute, terms.all_reduce), terms.boundary)
+
+    def limit(self, terms: Terms) -> str:
+        return _largest(compute=terms.compute, all_reduce=terms.all_reduce, boundary=terms.boundary)
+
+
+class AllReduceAdded(LargestTerm):
+    """Part of a cost model: messages overlap with all else, and the all-reduce is added."""
+
+    def seconds(self, terms: Terms) -> Floats:
+        return np.maximum(terms.compute + terms.all_reduce, terms.boundary)
+
+    def limit(self, terms: Terms) -> str:
+        if terms.boundary.item() > (terms.compute + terms.all_reduce).item():
+            return "boundary"
+        return _largest(compute=terms.compute, all_reduce=terms.all_reduce)
 
 
 @dataclass(frozen=True)
-class PaperCost:
+class PaperCost(LargestTerm):
     """PipeDream, SOSP 2019, section 3.1.
 
     Stage: max(C', 2(m-1)W/B)/m. Boundary before every stage but the first of its pipeline: 2a/B,
@@ -123,9 +149,6 @@ class PaperCost:
     counts_overheads: ClassVar[bool] = False
     prices_plans: ClassVar[bool] = False
 
-    def in_rounds(self, minibatches: int | None) -> CostModel:
-        return self
-
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = 2 * (replicas - 1) * work.parameter_bytes / level.bandwidth
         sent = 0.0 if first else 2 * work.bytes_in / level.bandwidth / (self.compression or 1.0)
@@ -135,15 +158,9 @@ class PaperCost:
             boundary=np.array([sent]),
         )
 
-    def seconds(self, terms: Terms) -> Floats:
-        return np.maximum(np.maximum(terms.compute, terms.all_reduce), terms.boundary)
-
-    def limit(self, terms: Terms) -> str:
-        return _largest(compute=terms.compute, all_reduce=terms.all_reduce, boundary=terms.boundary)
-
 
 @dataclass(frozen=True)
-class ReleasedCost:
+class ReleasedCost(AllReduceAdded):
     """What PipeDream's released optimizer means to compute.
 
     The first stage of a pipeline: (C' + 4(m-1)W/(B m)/q)/m, with q the machines of the next inner
@@ -156,9 +173,6 @@ class ReleasedCost:
     counts_overheads: ClassVar[bool] = False
     prices_plans: ClassVar[bool] = False
 
-    def in_rounds(self, minibatches: int | None) -> CostModel:
-        return self
-
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = 4 * (replicas - 1) * work.parameter_bytes / (level.bandwidth * replicas)
         compute = work.inner_seconds / replicas
@@ -170,15 +184,9 @@ class ReleasedCost:
         sent = 2 * crossing / (level.bandwidth * replicas) / self.compression
         return Terms(compute, reduced / replicas, sent)
 
-    def seconds(self, terms: Terms) -> Floats:
-        return np.maximum(terms.compute + terms.all_reduce, terms.boundary)
-
-    def limit(self, terms: Terms) -> str:
-        return _sum_or_boundary(terms)
-
 
 @dataclass(frozen=True)
-class MeasuredCost:
+class MeasuredCost(AllReduceAdded):
     """Latency plus bytes over bandwidth, or links as measured, and what the runtime overlaps.
 
     Stage: (C' + ring(W, m))/m. C' includes measured updates, calls and reading. ring(W, m) =
@@ -203,9 +211,6 @@ class MeasuredCost:
     counts_overheads: ClassVar[bool] = True
     prices_plans: ClassVar[bool] = False
 
-    def in_rounds(self, minibatches: int | None) -> CostModel:
-        return self
-
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = ring_seconds(level.ring, work.parameter_bytes, replicas)
         ratio = self.compression or 1.0
@@ -215,22 +220,16 @@ class MeasuredCost:
             (work.inner_seconds + taken) / replicas, reduced / replicas, (into + out) / replicas
         )
 
-    def seconds(self, terms: Terms) -> Floats:
-        return np.maximum(terms.compute + terms.all_reduce, terms.boundary)
-
-    def limit(self, terms: Terms) -> str:
-        return _sum_or_boundary(terms)
-
 
 @dataclass(frozen=True)
-class NetworkCost:
+class NetworkCost(AllReduceAdded):
     """What the simulator says, as far as a stage by itself can know it.
 
     Stage: (C' + E)/m, where a ring all-reduce takes R = 2(m-1) step(W/m) once per round, the
     replicas inside a component take part in it, and E of it comes after the backward pass: what
     that does not hide, all that keeps the ranks busy, and at least the last bucket
-    (comm/buckets.py). A round is a minibatch on
-    each replica, or a fixed number of minibatches: then it is C'/m + E over their number.
+    (comm/buckets.py). A round is a minibatch on each replica, or a fixed number of minibatches:
+    then it is C'/m + E over their number.
 
     Boundary: (send(a_in) + send(a_out))/m, as activations of one and gradients of the other leave
     through the same port. What crosses an outer level passes through the links within as well.
@@ -241,7 +240,7 @@ class NetworkCost:
     counts_overheads: ClassVar[bool] = True
     prices_plans: ClassVar[bool] = True
 
-    def in_rounds(self, minibatches: int | None) -> CostModel:
+    def in_rounds(self, minibatches: int | None) -> Self:
         return replace(self, minibatches=minibatches)
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
@@ -257,20 +256,9 @@ class NetworkCost:
         taken = 2 * level.link.busy * (into + out)
         return Terms(compute + taken / replicas, exposed, (into + out) / replicas)
 
-    def seconds(self, terms: Terms) -> Floats:
-        return np.maximum(terms.compute + terms.all_reduce, terms.boundary)
-
-    def limit(self, terms: Terms) -> str:
-        return _sum_or_boundary(terms)
-
-
-def _network(_compression: float | None = None) -> NetworkCost:
-    """pd-train sends activations as they are; pd-optimize refuses the option."""
-    return NetworkCost()
-
 
 COST_MODELS: dict[str, Callable[[float | None], CostModel]] = {
-    "network": _network,
+    "network": lambda _: NetworkCost(),  # pd-optimize refuses --activation-compression here
     "paper": PaperCost,
     "released": ReleasedCost,
     "measured": MeasuredCost,
@@ -278,12 +266,6 @@ COST_MODELS: dict[str, Callable[[float | None], CostModel]] = {
 """By the name in --cost-model; each is called with --activation-compression, None if not given."""
 
 DEFAULT_COST_MODEL = "network"
-
-
-def _sum_or_boundary(terms: Terms) -> str:
-    if terms.boundary.item() > (terms.compute + terms.all_reduce).item():
-        return "boundary"
-    return _largest(compute=terms.compute, all_reduce=terms.all_reduce)
 
 
 def _largest(**terms: Floats) -> str:

@@ -98,7 +98,11 @@ class Network:
 
     def rate(self, port: Port) -> float:
         """Bytes per second that the port lets through."""
-        return _rate(self.links[port.level - 1])
+        link = self.links[port.level - 1]
+        if link.bandwidth is not None:
+            return link.bandwidth
+        (fewer, sooner), (more, later) = link.points[-2:]
+        return (more - fewer) / max(later - sooner, 1e-12)
 
 
 def _at_once(links: Sequence[Link], seconds: Sequence[float], wait: float) -> Transfer:
@@ -117,13 +121,6 @@ def _ring(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
 def latency(link: Link) -> float:
     """Seconds of an almost empty message."""
     return link.points[0][1] if link.points else link.latency
-
-
-def _rate(link: Link) -> float:
-    if link.bandwidth is not None:
-        return link.bandwidth
-    (fewer, sooner), (more, later) = link.points[-2:]
-    return (more - fewer) / max(later - sooner, 1e-12)
 
 
 @lru_cache(maxsize=100_000)

@@ -227,10 +227,10 @@ def levels(cluster: Cluster) -> tuple[LevelLinks, ...]:
     return tuple(
         LevelLinks(
             bandwidth,
-            inner[index],
-            prod(inner[: index + 1]),
-            cluster.link(index + 1),
-            cluster.ring_link(index + 1),
+            inner[level - 1],
+            prod(inner[:level]),
+            cluster.link(level),
+            cluster.ring_link(level),
         )
-        for index, bandwidth in enumerate(cluster.bandwidth)
+        for level, bandwidth in enumerate(cluster.bandwidth, start=1)
     )

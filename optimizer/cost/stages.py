@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from pipedream.optimizer.cuts.downsets import States
 from pipedream.optimizer.cuts.planning_graph import Floats
@@ -94,17 +94,8 @@ class PlacedStage(NamedTuple):
         return len(self.ranks)
 
 
-class StageOnDevices(Protocol):
-    """What the memory of a stage depends on."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def replicas(self) -> int: ...
-    @property
-    def machines(self) -> Sequence[int]: ...
+StageOnDevices: TypeAlias = NestedStage | PlacedStage
+"""What the memory of a stage depends on."""
 
 
 class Solution(NamedTuple):

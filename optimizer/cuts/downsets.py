@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -17,8 +17,9 @@ States: TypeAlias = slice | Ints
 class Cuts:
     """The states of a search: downsets of `graph`, each after all those it contains.
 
-    The first is empty, the last the whole graph. A stage is the difference of two nested ones;
-    `start` and `end` below are their positions. Arrays have one entry for each state.
+    A cut divides the nodes into a downset and the others; a state is the position of a downset in
+    this family. The first is empty, the last the whole graph. A stage is the difference of two
+    nested ones, of states `start` and `end` below. Arrays have one entry for each state.
     """
 
     def __init__(self, graph: PlanningGraph, downsets: Sequence[int]) -> None:
@@ -34,6 +35,10 @@ class Cuts:
 
     def __len__(self) -> int:
         return len(self.downsets)
+
+    def subset(self, states: Iterable[int]) -> Cuts:
+        """The family of these states alone, in their order."""
+        return Cuts(self.graph, [self.downsets[state] for state in states])
 
     @cached_property
     def seconds(self) -> Floats:
@@ -116,31 +121,31 @@ class Cuts:
 
     def bytes_read(self, start: int) -> Floats:
         """[state]: bytes that the stage from `start` to the state reads from earlier stages."""
-        total = np.zeros(len(self))
         after = self._read_after[start].view(np.uint8)
         live = np.unpackbits(after, count=len(self.graph), bitorder="little")
-        for node in np.flatnonzero(live & self.holds[:, start]):
-            readers = [n for n in self.graph.consumers[node] if not self.holds[n, start]]
-            total[self.holds[readers].any(axis=0)] += self.graph.output_bytes[node]
-        return total
+        before = np.flatnonzero(live & self.holds[:, start])
+        outputs, consumers = self.graph.output_bytes, self.graph.consumers
+        return self._read_by(start, ((float(outputs[node]), consumers[node]) for node in before))
 
     def model_input_bytes(self, start: int) -> Floats:
         """[state]: bytes of the model's inputs that the stage from `start` to the state reads."""
-        total = np.zeros(len(self))
-        for size, consumers in self.graph.given:
-            readers = [n for n in consumers if not self.holds[n, start]]
-            if readers:
-                total[self.holds[readers].any(axis=0)] += size
-        return total
+        return self._read_by(start, self.graph.model_inputs)
 
     def copied_bytes(self, start: int) -> Floats:
         """[state]: bytes of parameters that the stage from `start` to the state reads and that are
         counted at an earlier node, in another stage.
         """
+        shared = (
+            (size, nodes[1:]) for size, nodes in self.graph.shared if self.holds[nodes[0], start]
+        )
+        return self._read_by(start, shared)
+
+    def _read_by(self, start: int, tensors: Iterable[tuple[float, Sequence[int]]]) -> Floats:
+        """[state]: of tensors, given as bytes and readers, what the stage from `start` reads."""
         total = np.zeros(len(self))
-        for size, (first, *others) in self.graph.shared:
-            readers = [node for node in others if not self.holds[node, start]]
-            if self.holds[first, start] and readers:
+        for size, nodes in tensors:
+            readers = [node for node in nodes if not self.holds[node, start]]
+            if readers:
                 total[self.holds[readers].any(axis=0)] += size
         return total
 

@@ -43,7 +43,7 @@ class Bins:
     bytes; neither is less for a downset than for one inside it. Bins are ordered by column, then by
     row, and the first and the last hold only the empty downset and the whole graph. `bytes_across`
     is a lower bound on the bytes across cuts of the bin, and `lightest` a downset that attains it,
-    as bits (node 0 lowest). If too wide a frontier was cut short, the bound may not be attained,
+    as bits (node 0 lowest). If too wide a frontier was truncated, the bound may not be attained,
     and `lightest` may have more bytes or be None.
     """
 
@@ -198,7 +198,7 @@ class _FrontierSweep:
             start=np.array([0, 1], dtype=np.int64),
             figures=np.zeros((_FIGURES, 1)),
         )
-        self.cut_short = False
+        self.truncated = False
 
     def advance(self, step: int) -> None:
         """Decides about one node in every state."""
@@ -234,7 +234,7 @@ class _FrontierSweep:
         if crowded and staying:
             leaving.append(staying[0])
             self.forgotten.add(staying[0])
-            self.cut_short = True
+            self.truncated = True
         self.forgotten = {node for node in self.forgotten if self.last_read[node] > step}
         return sum(3 << 2 * self.slots.pop(node) for node in leaving)
 
@@ -277,7 +277,7 @@ class _FrontierSweep:
         inside[:, order] = taken
         packed = np.packbits(inside, axis=1, bitorder="little")
         downsets = (int.from_bytes(row.tobytes(), "little") for row in packed)
-        if not self.cut_short:
+        if not self.truncated:
             return tuple(downsets)
         masks = self.graph.producer_masks
         return tuple(

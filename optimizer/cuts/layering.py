@@ -97,7 +97,7 @@ def _chain(
     return float(best[count, operators]), tuple(reversed(ends))
 
 
-def layer_cuts(
+def layer_downsets(
     graph: PlanningGraph, orders: Sequence[Sequence[int]], count: int
 ) -> tuple[int, ...]:
     """The downsets between the layers, `count` for each order, sorted as in `in_order`."""

@@ -40,7 +40,7 @@ def _weigh(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tu
         yield downset, (seconds, live)
 
 
-def likely_cuts(graph: PlanningGraph, bins: Bins, limit: int) -> tuple[int, ...]:
+def likely_downsets(graph: PlanningGraph, bins: Bins, limit: int) -> tuple[int, ...]:
     """`prefixes`, and twice as many of the lightest cuts, spread evenly over the compute time."""
     of_all = {downset for downset in bins.merged(2 * limit // 3).lightest if downset is not None}
     return in_order({*of_all, *prefixes(graph, max(1, limit - len(of_all)))})
@@ -56,9 +56,9 @@ def orders(graph: PlanningGraph) -> list[Sequence[int]]:
     return [range(len(graph)), depth_first(graph), fewest_bytes(graph)]
 
 
-def lightest(cuts: Cuts, count: int, among: Ints | None = None) -> list[int]:
-    """The positions, in order, of the lightest cut in each of `count` equal shares of the compute
-    time, and of both ends; `among`: the cuts to choose from [default: all].
+def lightest_states(cuts: Cuts, count: int, among: Ints | None = None) -> list[int]:
+    """The states, in order, of the lightest cut in each of `count` equal shares of the compute
+    time, and of both ends; `among`: those to choose from [default: all].
     """
     among = np.arange(1, len(cuts) - 1) if among is None else among
     inner = among[_lightest(cuts.seconds[among], cuts.bytes_across[among], count)]

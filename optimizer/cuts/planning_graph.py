@@ -136,7 +136,7 @@ class PlanningGraph:
         return np.array([self.footprints[name].workspace for name in self.names])
 
     @cached_property
-    def given(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
+    def model_inputs(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
         """For each input of the model: its bytes, and the nodes that read it."""
         return tuple(
             (footprint.input_bytes, self._neighbours(self.graph.successors[name]))

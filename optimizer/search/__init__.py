@@ -1,9 +1,9 @@
 """The searches for the best plan.
 
 - `planner.py`: the entry point, with `request.py` in and `outcome.py` out; begin here
-- `graph_views.py`: the graph as searches and plans have it, shared by requests that are alike
+- `placed_plan.py`: plans of stages on given devices; `split.py`: stages that the user gives
 - `hierarchical.py`: PipeDream's nested pipelines
 - `latency.py`, `fill_order.py`, `submeshes.py`: Alpa's flat pipelines
 - `pruning.py`: the cuts that a better plan may have; `bounds.py`: certificates
-- `memory_fit.py`, `required_in_flight.py`: memory and minibatches
+- `required_in_flight.py`: minibatches; `nothing_fits.py`: what would make a plan fit
 """

@@ -122,6 +122,8 @@ class _FillOrderBuilder:
 
     def build(self) -> FillOrder:
         capacity = np.array([self._capacity(state) for state in self.states])
+        # An edge (s, s') of variant k for every stage of k that takes the devices from s to s':
+        # the recurrence of latency.py is F(c, s) = min over edges and cuts c' of t + F(c', s').
         pairs_of: dict[StageVariant, list[tuple[int, int]]] = {}
         for source, state in enumerate(self.states):
             for variant, target in self._from(state):

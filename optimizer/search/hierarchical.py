@@ -198,6 +198,8 @@ class Search:
         later[0, 0, ends, range(len(ends))] = 0.0
         reach = np.zeros(later.shape[:3], dtype=np.intp)
         reach[0, 0, ends] = np.arange(len(ends)) + 1
+        # A_k(i -> j, m) = min over stops c, replicas r of max(T_k(i -> c, r), A_k(c -> j, m - r)),
+        # from the last start i to the first; A_k(j -> j, 0) = 0.
         for start in reversed(range(begin, end)):
             stops = self._stops(subproblem, start, end)
             if piece is not None:

@@ -38,7 +38,7 @@ from pipedream.optimizer.cost.device_types import WorstDevice
 from pipedream.optimizer.cost.stage_cost import LevelShare, StageCost
 from pipedream.optimizer.cost.stages import TIE, CutFamily, NestedStage
 from pipedream.optimizer.cuts.downsets import Cuts
-from pipedream.optimizer.cuts.likely_cuts import lightest
+from pipedream.optimizer.cuts.likely_cuts import lightest_states
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.optimizer.search.fill_order import FillOrder
 from pipedream.optimizer.search.submeshes import Submesh, nested_stage
@@ -192,6 +192,8 @@ class LatencySearch:
         cost = goal.seconds(best.total, best.slowest)
         floor = self.done.whole / float(self.fill_order.capacity[-1])
         ranges = [_Range(floor * (1 - TIE), _below(best.slowest), best.total)] if rest else []
+        # A range of t_max in (low, high] holds nothing better than the best, less B epsilon, once
+        # total + (B - 1) low >= cost - B epsilon; else a pass inside it divides it in two.
         while ranges:
             low, high, total = ranges.pop()
             high = min(high, (cost * (1 - TIE) - slack - total) / rest)
@@ -288,7 +290,7 @@ def narrowed(
     """The search over these cuts, limited by the cost of plans over a few of them."""
     within, few = inf, _FEWEST
     while few * _TIMES <= len(cuts):
-        some = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, few)])
+        some = cuts.subset(lightest_states(cuts, few))
         rough = LatencySearch(some, done(some), fill_order, cost_of(some), goal, within).best()
         within = min(within, rough.cost if rough else inf)
         few *= _TIMES

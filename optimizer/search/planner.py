@@ -21,8 +21,14 @@ from pipedream.optimizer.cost.stages import TIE, Solution
 from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.frontier import Bins, bins_of
-from pipedream.optimizer.cuts.layering import layer_cuts
-from pipedream.optimizer.cuts.likely_cuts import in_order, lightest, likely_cuts, orders, prefixes
+from pipedream.optimizer.cuts.layering import layer_downsets
+from pipedream.optimizer.cuts.likely_cuts import (
+    in_order,
+    lightest_states,
+    likely_downsets,
+    orders,
+    prefixes,
+)
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.bounds import (
     bound_over_bins,
@@ -33,7 +39,7 @@ from pipedream.optimizer.search.bounds import (
 from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import Search, affordable
 from pipedream.optimizer.search.latency import Latency, narrowed
-from pipedream.optimizer.search.memory_fit import NothingFits, fits, too_many_versions
+from pipedream.optimizer.search.nothing_fits import NothingFits, fits, too_many_versions
 from pipedream.optimizer.search.outcome import Outcome, make_outcome
 from pipedream.optimizer.search.pruning import PruningProblem, prune_cuts
 from pipedream.optimizer.search.request import Request
@@ -68,11 +74,10 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
 
     Raises UserError if there is nothing to plan, or no plan fits the memory.
     """
-    graph = request.planning
-    check(graph, request)
+    check(request)
     if request.latency is not None:
-        return plan_latency(graph, request, request.latency, most_cuts)
-    return plan_throughput(graph, request, most_cuts)
+        return plan_latency(request, request.latency, most_cuts)
+    return plan_throughput(request, most_cuts)
 
 
 def rough_plan(request: Request, most_cuts: int) -> Outcome:
@@ -81,30 +86,25 @@ def rough_plan(request: Request, most_cuts: int) -> Outcome:
 
     Raises UserError as `optimize` does.
     """
-    graph = request.planning
-    check(graph, request)
     if request.latency is not None:
-        return plan_latency(graph, request, request.latency, most_cuts)
-    memory = request.memory_model(_few_cuts(request, most_cuts))
-    return make_outcome(memory, request, _planned(memory, request), 0.0, exact=False)
-
-
-def _few_cuts(request: Request, most: int) -> Cuts:
-    cuts = _any_cuts(request.planning, most)
-    allowed = request.cuts(cuts.downsets)
-    return cuts if len(allowed) == len(cuts) else allowed
+        return optimize(request, most_cuts)
+    check(request)
+    cuts = _few_cuts(request.planning, most_cuts)
+    allowed = request.allowed_cuts(cuts.downsets)
+    memory = request.memory_model(cuts if len(allowed) == len(cuts) else allowed)
+    return make_outcome(memory, request, _solution(memory, request), 0.0, exact=False)
 
 
 @lru_cache(maxsize=2)
-def _any_cuts(graph: PlanningGraph, most: int) -> Cuts:
+def _few_cuts(graph: PlanningGraph, most: int) -> Cuts:
     return Cuts(graph, all_downsets(graph, most) or prefixes(graph, most))
 
 
-def check(graph: PlanningGraph, request: Request) -> None:
+def check(request: Request) -> None:
     """Raises UserError if there is nothing to plan, or too little for straight stages."""
+    graph, rules, devices = request.planning, request.rules, request.cluster.devices
     if not graph.compute_seconds.sum() > 0:
         raise UserError("no node of the graph takes any time: measure the model with pd-profile")
-    devices, rules = request.cluster.devices, request.rules
     if rules.straight and not rules.fewer_machines and devices > len(graph):
         raise UserError(
             f"--straight: {devices} devices but only {len(graph)} nodes, and each stage needs at"
@@ -112,12 +112,12 @@ def check(graph: PlanningGraph, request: Request) -> None:
         )
 
 
-def plan_throughput(graph: PlanningGraph, request: Request, most_cuts: int | None) -> Outcome:
+def plan_throughput(request: Request, most_cuts: int | None) -> Outcome:
     """The best plan over all nested downsets, or over some, with a bound.
 
     Raises UserError if no plan fits the memory.
     """
-    types = request.device_types
+    graph, types = request.planning, request.device_types
     limit = most_cuts or min(
         affordable(request.cluster.machines, types.memory_limited, device_types=types),
         int((_WORDS * 64 / len(graph)) ** 0.5),
@@ -126,14 +126,14 @@ def plan_throughput(graph: PlanningGraph, request: Request, most_cuts: int | Non
     downsets = all_downsets(graph, listed)
     cuts, best = None, None
     if downsets is not None:
-        cuts = request.cuts(downsets)
+        cuts = request.allowed_cuts(downsets)
         best = _among_all(cuts, request, limit)
         if best is not None and best.proven:
             return _best_of_all(cuts, request, best)
     bins = bins_of(graph) if most_cuts is None else bins_of(graph, most_cuts * _FOR_EACH_CUT)
     many = most_cuts or _many(graph, bins, request)
-    likely = request.memory_model(request.cuts(likely_cuts(graph, bins, many)))
-    solution = _planned(likely, request)
+    likely = request.memory_model(request.allowed_cuts(likely_downsets(graph, bins, many)))
+    solution = _solution(likely, request)
     if best is None or solution.cost < best.solution.cost * (1 - TIE):
         best = _Best(likely, solution, proven=False)
         if cuts is not None:
@@ -152,7 +152,7 @@ def _best_of_all(cuts: Cuts, request: Request, best: _Best) -> Outcome:
     memory, solution, _ = best
     _check_versions(memory, request, solution)
     outcome = make_outcome(memory, request, solution, solution.cost, exact=True)
-    return replace(outcome, cuts=len(cuts))
+    return replace(outcome, considered=len(cuts))
 
 
 def _check_versions(memory: MemoryModel, request: Request, solution: Solution) -> None:
@@ -167,14 +167,14 @@ def _among_all(cuts: Cuts, request: Request, limit: int) -> _Best | None:
     few, best = limit // _AT_ONCE, None
     if len(cuts) > few:
         likely = {*prefixes(cuts.graph, 2 * _FEW)}
-        likely |= {cuts.downsets[index] for index in lightest(cuts, _FEW)}
-        memory = request.memory_model(request.cuts(in_order(likely)))
+        likely |= {cuts.downsets[state] for state in lightest_states(cuts, _FEW)}
+        memory = request.memory_model(request.allowed_cuts(in_order(likely)))
         solution = _solve(memory, request)
         if solution is not None:
             best = _narrowed(cuts, request, few, _Best(memory, solution, proven=False))
     if len(cuts) <= limit and not (best and best.proven):
         memory = request.memory_model(cuts)
-        best = _Best(memory, _planned(memory, request), proven=True)
+        best = _Best(memory, _solution(memory, request), proven=True)
     return best
 
 
@@ -191,9 +191,8 @@ def _narrowed(cuts: Cuts, request: Request, enough: int, best: _Best) -> _Best:
         chosen = [0, *alive, len(cuts) - 1]
         if not few:
             some = alive[:: 1 + 2 * len(alive) // max(enough, 1)]
-            chosen = sorted({*lightest(cuts, _FEW, alive), *some.tolist()})
-        subset = Cuts(cuts.graph, [cuts.downsets[index] for index in chosen])
-        memory = request.memory_model(subset)
+            chosen = sorted({*lightest_states(cuts, _FEW, alive), *some.tolist()})
+        memory = request.memory_model(cuts.subset(chosen))
         better = _solve(memory, request, cost * (1 - 2 * TIE))
         if better is None:
             return best._replace(proven=few)
@@ -204,7 +203,7 @@ def _narrowed(cuts: Cuts, request: Request, enough: int, best: _Best) -> _Best:
 def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
     """How many cuts can be searched in some seconds, judging by a search over a few."""
     machines, types = request.cluster.machines, request.device_types.without_memory_limit
-    cuts = Cuts(graph, likely_cuts(graph, bins, _FEW))
+    cuts = Cuts(graph, likely_downsets(graph, bins, _FEW))
     cost = request.stage_cost(cuts)
     cheapest = Search(cuts, machines, cost, request.rules, types).bottleneck()
     limited = Search(cuts, machines, cost, request.rules, types, cheapest)
@@ -213,7 +212,7 @@ def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
     return int(min(max(_FEW, _FEW * growth), _MANY if len(machines) == 1 else _MANY * 2 // 3))
 
 
-def _planned(memory: MemoryModel, request: Request) -> Solution:
+def _solution(memory: MemoryModel, request: Request) -> Solution:
     """The best plan within the memory. Raises UserError if there is none."""
     solution = _solve(memory, request)
     if solution is None:
@@ -254,24 +253,22 @@ def _search(
     limit = request.limit(memory, types)
     cuts, machines, rules = memory.cuts, request.cluster.machines, request.rules
     if len(cuts) > 3 * _FEW and limit is None:
-        few = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, _FEW)])
+        few = cuts.subset(lightest_states(cuts, _FEW))
         rough = request.stage_cost(few, working=working)
         within = min(within, Search(few, machines, rough, rules, types, within).bottleneck())
     cost = request.stage_cost(cuts, limit, working)
     return Search(cuts, machines, cost, rules, types, within).best()
 
 
-def plan_latency(
-    graph: PlanningGraph, request: Request, goal: Latency, most_cuts: int | None
-) -> Outcome:
+def plan_latency(request: Request, goal: Latency, most_cuts: int | None) -> Outcome:
     """The best flat pipeline for latency, over all nested downsets or over those between layers.
 
     Raises UserError if no plan fits the memory.
     """
-    model, types, machines = request.cost_model, request.device_types, request.cluster.machines
-    straight = request.rules.straight
+    graph, cluster, types = request.planning, request.cluster, request.device_types
+    model, straight = request.cost_model, request.rules.straight
     constrained = request.constrains_stages(types)
-    fill_order = build_fill_order(machines, types, request.rules, with_downstream=constrained)
+    fill_order = build_fill_order(cluster.machines, types, request.rules, constrained)
 
     def cost_of(cuts: Cuts) -> StageCost:
         return request.stage_cost(cuts, request.limit(request.memory_model(cuts), types))
@@ -280,33 +277,29 @@ def plan_latency(
     if limit is None:
         trial = narrowed(Cuts(graph, prefixes(graph, _FEW)), fill_order, cost_of, goal)
         trial.best()
-        limit = max(trial.affordable(), 4 * request.cluster.devices * straight)
+        limit = max(trial.affordable(), 4 * cluster.devices * straight)
     downsets = all_downsets(graph, limit) if goal.layers is None else None
-    bins = None
-    if downsets is None:
+    bins, searched = None, downsets
+    if searched is None:
         bins = bins_of(graph)
         if goal.layers is None:
-            cuts = request.cuts(likely_cuts(graph, bins, limit))
+            searched = likely_downsets(graph, bins, limit)
         else:
             distinct = list(dict.fromkeys(map(tuple, orders(graph))))
-            cuts = request.cuts(layer_cuts(graph, distinct, goal.layers))
-    else:
-        cuts = request.cuts(downsets)
-    memory = request.memory_model(cuts)
-    solution = narrowed(cuts, fill_order, cost_of, goal).best()
+            searched = layer_downsets(graph, distinct, goal.layers)
+    memory = request.memory_model(request.allowed_cuts(searched))
+    solution = narrowed(memory.cuts, fill_order, cost_of, goal).best()
     if solution is None:
         raise NothingFits(memory, request)
-    slowest = throughput_bound(graph, request.cluster, model, straight)
+    slowest = throughput_bound(graph, cluster, model, straight)
     stages = Solution(solution.cost, solution.stages)
     outcome = make_outcome(memory, request, stages, slowest, exact=False)
     seconds = outcome.batch_seconds(goal)
     bound = solution.bound
     if bins is not None:
-        simple = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
+        simple = latency_bound(graph, cluster, model, straight, goal.microbatches)
         merged, precise = bins.merged(limit), replace(goal, epsilon=0.0)
-        over_bins = latency_bound_over_bins(
-            merged, request.cluster, model, request.rules, precise, seconds
-        )
+        over_bins = latency_bound_over_bins(merged, cluster, model, request.rules, precise, seconds)
         bound = max(simple, over_bins)
     outcome = outcome.predicting(
         objective="latency",

@@ -258,16 +258,17 @@ class _ReachabilityTable:
             inner = np.full((1, len(self.groups)), replicas * self.span.within)
             for before in range(self.components + 1 - replicas):
                 after = self._after[self.components - before - replicas]
-                ways = stages & self._before[before][:, None] & after
-                starts, ends = ways.any(axis=1), ways.any(axis=0)
+                passing = stages & self._before[before][:, None] & after
+                starts, ends = passing.any(axis=1), passing.any(axis=0)
                 if not starts.any():
                     continue
                 # Costs grow by at most 1/replicas per second inside: the most seconds inside that
                 # can bring a stage down to the time of the range.
-                over = min(
-                    (self._costs(inner, start)[replicas - 1][ways[start]] - self.span.within).min()
+                least = min(
+                    self._costs(inner, start)[replicas - 1][passing[start]].min()
                     for start in np.flatnonzero(starts).tolist()
                 )
+                over = least - self.span.within
                 most = replicas * (self.span.within - over) * (1 + TIE)
                 members = self.groups.members
                 yield _CutRange(self.span.level - 1, members(starts), members(ends), float(most))

@@ -8,8 +8,9 @@ from functools import cached_property
 
 from pipedream.graph.choices import MICROBATCHES, InFlight, OptimizerName, Recompute, ScheduleName
 from pipedream.graph.cluster import Cluster
+from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import PlannedGraph
+from pipedream.graph.plan import DraftPlan, PlannedGraph
 from pipedream.graph.profile import Footprint, Sharing, TrainingOverheads
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
@@ -18,11 +19,47 @@ from pipedream.optimizer.cost.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.graph_views import GraphViews
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.split import Split
-from pipedream.optimizer.simulate.workload import UPDATE_RATE
-from pipedream.schedule.policy import uniform_updates
+from pipedream.optimizer.simulate.closed_form import ClosedForm
+from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
+from pipedream.schedule.policy import Policy, uniform_updates
+
+
+class GraphViews:
+    """Graphs as plans hold them and as searches divide them, each made when it is first needed, for
+    all requests that are made of one another.
+
+    Graphs and footprints are told apart by identity: they never change, and may be large.
+    """
+
+    def __init__(self) -> None:
+        self._planned: list[tuple[Graph, PlannedGraph]] = []
+        self._planning: list[PlanningGraph] = []
+
+    def planned(self, graph: Graph) -> PlannedGraph:
+        """What a plan says of the graph."""
+        for known, planned in self._planned:
+            if known is graph:
+                return planned
+        self._planned.append((graph, PlannedGraph.of(graph)))
+        return self._planned[-1][1]
+
+    def planning(
+        self,
+        graph: Graph,
+        footprints: Mapping[str, Footprint] | None,
+        overheads: tuple[float, float, float],
+        sharing: tuple[Sharing, ...],
+    ) -> PlanningGraph:
+        """The graph to divide; `overheads`: its seconds of update, call and reading."""
+        for known in self._planning:
+            alike = known.graph is graph and known.footprints is footprints
+            seconds = known.update, known.call, known.reading
+            if alike and seconds == overheads and known.sharing == sharing:
+                return known
+        self._planning.append(PlanningGraph.of(graph, footprints, *overheads, sharing))
+        return self._planning[-1]
 
 
 @dataclass(frozen=True)
@@ -79,12 +116,12 @@ class Request:
     @cached_property
     def planning(self) -> PlanningGraph:
         """The graph to divide, with the overheads that the cost model counts."""
-        besides = self._seconds_besides
-        return self.views.planning(self.graph, self.footprints, besides, self.sharing)
+        seconds = self._overhead_seconds
+        return self.views.planning(self.graph, self.footprints, seconds, self.sharing)
 
     @property
-    def _seconds_besides(self) -> tuple[float, float, float]:
-        """Those that a PlanningGraph has besides its nodes: update, call, reading."""
+    def _overhead_seconds(self) -> tuple[float, float, float]:
+        """Those of a PlanningGraph: update, call, reading."""
         overheads = self._counted_overheads
         if overheads is None:
             return 0.0, 0.0, 0.0
@@ -121,7 +158,19 @@ class Request:
         """
         return uniform_updates(self.schedule) or self.planning.keeps_together(downset)
 
-    def cuts(self, downsets: Sequence[int]) -> Cuts:
+    def check_shared(self, ends: Sequence[int], replicas: Sequence[int]) -> None:
+        """Raises UserError if stages that end before these nodes share parameters that they cannot
+        learn together, as pd-train would.
+        """
+        policy = self.settings.policy(replicas)
+        ranks = [[stage] for stage in range(len(ends))]
+        for shared, (_, nodes) in zip(self.sharing, self.planning.shared, strict=True):
+            stages = sorted({sum(end <= node for end in ends) for node in nodes})
+            problem = policy.unshared(shared.parameter, stages, ranks)
+            if len(stages) > 1 and problem is not None:
+                raise UserError(problem)
+
+    def allowed_cuts(self, downsets: Sequence[int]) -> Cuts:
         """Those of the downsets at which a stage may end."""
         return Cuts(self.planning, [downset for downset in downsets if self.allows(downset)])
 
@@ -145,3 +194,14 @@ class Request:
         not allowed.
         """
         return Replication(cuts, self.cluster, self.cost_model, limit, working)
+
+    def policy(self, plan: DraftPlan) -> Policy:
+        """That of the plan's stages, with as many minibatches in flight as the plan has."""
+        return self.settings.policy(plan.replicas, plan.max_in_flight)
+
+    def workload(self, plan: DraftPlan, policy: Policy) -> Workload:
+        return Workload.of(plan, policy, self.graph, self.update_rate, self.overheads)
+
+    def closed_form(self, plan: DraftPlan, policy: Policy) -> ClosedForm:
+        ranks = [stage.ranks for stage in plan.stages]
+        return ClosedForm(self.workload(plan, policy), plan.cluster, ranks, policy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import lcm
 
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import DraftPlan
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.simulate.workload import StageWork, Workload
 from pipedream.schedule.in_flight import StageTimes, useful_in_flight
@@ -18,7 +18,7 @@ _MOST_PAIRS = 64
 """Pairs of replicas examined for each link."""
 
 
-def required_in_flight(plan: Plan, workload: Workload, policy: Policy) -> tuple[int, ...]:
+def required_in_flight(plan: DraftPlan, workload: Workload, policy: Policy) -> tuple[int, ...]:
     """The minibatches in flight of each stage.
 
     Assumes the times of `workload`, an idle network for every message and all-reduce, and a
@@ -44,14 +44,14 @@ def required_in_flight(plan: Plan, workload: Workload, policy: Policy) -> tuple[
     return useful_in_flight(plan.replicas, pace, list(workload.forward_bytes), policy.synchronized)
 
 
-def _update(plan: Plan, policy: Policy, stage: int, work: StageWork) -> float:
+def _update(plan: DraftPlan, policy: Policy, stage: int, work: StageWork) -> float:
     """Seconds of all-reduce and update per minibatch of a worker."""
     ranks = plan.stages[stage].ranks
     reducing = Network(plan.cluster).all_reduce(ranks, work.parameter_bytes).total
     return (reducing + work.update_seconds) * len(ranks) / policy.round_size(stage)
 
 
-def _message(plan: Plan, link: tuple[int, int], amount: float) -> float:
+def _message(plan: DraftPlan, link: tuple[int, int], amount: float) -> float:
     """Seconds of the slowest message of `amount` bytes on the link."""
     sources, targets = (plan.stages[stage].ranks for stage in link)
     count = min(lcm(len(sources), len(targets)), _MOST_PAIRS)

@@ -41,8 +41,7 @@ from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.run_config import read_config
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost.models import MeasuredCost
-from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.outcome import given_plan
+from pipedream.optimizer.search.outcome import fixed_outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import simulate_plan
 from pipedream.runtime.optim.optimizers import make_optimizer
@@ -180,12 +179,12 @@ def call(program: str, *arguments: object) -> None:
 def make_plan(graph: Graph, cluster: Cluster, share: float | None, schedule: ScheduleName) -> Plan:
     """Two stages of which the first has `share` of the time, or one of two replicas."""
     request = Request(graph, cluster, MeasuredCost(), schedule)
-    planning = PlanningGraph.of(graph)
+    planning = request.planning
     if share is None:
-        return given_plan(request, planning, [len(planning)], [2]).plan
+        return fixed_outcome(request, [len(planning)], [2]).plan
     before = np.cumsum(planning.compute_seconds) / planning.compute_seconds.sum()
     first = int(np.abs(before - share).argmin()) + 1
-    return given_plan(request, planning, [first, len(planning)], [1, 1]).plan
+    return fixed_outcome(request, [first, len(planning)], [1, 1]).plan
 
 
 def train(plan: Plan, config: Path, folder: Path) -> float:

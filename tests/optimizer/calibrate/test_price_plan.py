@@ -14,7 +14,7 @@ from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.outcome import given_plan
+from pipedream.optimizer.search.outcome import fixed_outcome
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 
@@ -120,11 +120,11 @@ def test_the_first_stage_reads_the_inputs_and_the_last_one_the_target(make_graph
     request = Request(
         graph, cluster, MeasuredCost(), rules=rules, overheads=TrainingOverheads({}, reading=2e-3)
     )
-    plan = given_plan(request, request.planning, [1, 2, 3], [1, 1, 1]).plan
+    plan = fixed_outcome(request, [1, 2, 3], [1, 1, 1]).plan
     times = [seconds for seconds, _ in stage_times(plan, request)]
     assert times == pytest.approx([6e-3, 4e-3, 6e-3])
     simulated = price_plan(plan, request).simulated
     assert simulated == pytest.approx(6e-3)
-    alone = given_plan(request, request.planning, [3], [1]).plan
+    alone = fixed_outcome(request, [3], [1]).plan
     assert alone.predicted.seconds_per_minibatch == pytest.approx(14e-3)
     assert plan.predicted.one_worker_seconds == pytest.approx(14e-3)

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipedream.graph.model import Graph, Node
-from pipedream.optimizer.cuts.layering import SPREAD, layer_cuts, layers
+from pipedream.optimizer.cuts.layering import SPREAD, layer_downsets, layers
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 
@@ -83,7 +83,7 @@ def test_layers_are_even_where_all_places_are_alike(make_graph):
 
 def test_cuts_of_several_orders_are_downsets_in_order(make_graph):
     graph = PlanningGraph.of(make_graph("a b c d", "a-b a-c b-d c-d"))
-    cuts = layer_cuts(graph, [(0, 1, 2, 3), (0, 2, 1, 3)], 4)
+    cuts = layer_downsets(graph, [(0, 1, 2, 3), (0, 2, 1, 3)], 4)
     assert cuts == (0b0, 0b1, 0b11, 0b101, 0b111, 0b1111)
 
 
@@ -91,6 +91,6 @@ def test_cuts_of_several_orders_are_downsets_in_order(make_graph):
 def test_every_cut_is_a_downset(graph, count):
     planning = PlanningGraph.of(graph)
     assume(len(planning) > 1)
-    for cut in layer_cuts(planning, [range(len(planning))], count):
+    for cut in layer_downsets(planning, [range(len(planning))], count):
         for node, inputs in enumerate(planning.producer_masks):
             assert not cut >> node & 1 or not inputs & ~cut

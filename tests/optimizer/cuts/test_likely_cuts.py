@@ -4,7 +4,7 @@ import pytest
 
 from pipedream.optimizer.cuts.antichains import all_downsets, bits
 from pipedream.optimizer.cuts.frontier import bins_of
-from pipedream.optimizer.cuts.likely_cuts import likely_cuts, prefixes
+from pipedream.optimizer.cuts.likely_cuts import likely_downsets, prefixes
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 
@@ -53,7 +53,7 @@ def test_there_is_an_order_that_keeps_few_bytes_alive(make_graph):
 def test_the_lightest_cuts_of_all_are_likely(make_graph):
     graph = ladder(make_graph, 3, 3)
     bins = bins_of(graph)
-    found = likely_cuts(graph, bins, 60)
+    found = likely_downsets(graph, bins, 60)
     assert set(found) >= set(prefixes(graph, 20)) | set(bins.merged(40).lightest)
     assert [downset.bit_count() for downset in found] == sorted(d.bit_count() for d in found)
 

@@ -21,7 +21,7 @@ from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.bounds import latency_bound_over_bins
 from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.latency import DoneBounds, Latency, LatencySearch
-from pipedream.optimizer.search.memory_fit import NothingFits
+from pipedream.optimizer.search.nothing_fits import NothingFits
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 

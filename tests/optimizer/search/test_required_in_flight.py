@@ -11,8 +11,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.cost.models import COST_MODELS
-from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.outcome import given_plan
+from pipedream.optimizer.search.outcome import fixed_outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import simulate_plan
 
@@ -41,7 +40,7 @@ def planned(
     cluster = Cluster(machines=(sum(sizes),), bandwidth=(bandwidth,))
     model = COST_MODELS["paper"](None)
     asked = Request(graph(), cluster, model, memory=memory, in_flight=in_flight)
-    return given_plan(asked, PlanningGraph.of(asked.graph), (1, 2, 3, 4), sizes).plan
+    return fixed_outcome(asked, (1, 2, 3, 4), sizes).plan
 
 
 def seconds(plan: Plan) -> float:

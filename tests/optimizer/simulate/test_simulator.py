@@ -19,8 +19,7 @@ from pipedream.graph.plan import StageMemory
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.memory import HeldBytes
 from pipedream.optimizer.cost.models import PaperCost
-from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.outcome import given_plan
+from pipedream.optimizer.search.outcome import fixed_outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import simulate, simulate_plan
 from pipedream.optimizer.simulate.workload import StageWork, Workload
@@ -215,7 +214,7 @@ def test_a_plans_memory_over_time_is_within_what_the_planner_says(data):
         optimizer=data.draw(st.sampled_from(["sgd", "adam"])),
         recompute=data.draw(st.sampled_from(["never", "always"])),
     )
-    plan = given_plan(request, PlanningGraph.of(graph), ends, counts).plan
+    plan = fixed_outcome(request, ends, counts).plan
     found = simulate_plan(plan, graph)
     for stage in plan.stages:
         for rank in stage.ranks:
