@@ -139,23 +139,23 @@ def _profile_model(options: Mapping[str, Any]) -> None:
     from pipedream.profiler.report.batch_sizes import check_folder, parse_batch_sizes, profile_sizes
     from pipedream.profiler.report.summary import print_report
 
-    output = options["output"]
+    planned = output = options["output"]
     sizes = None if options["batch_sizes"] is None else parse_batch_sizes(options["batch_sizes"])
     if sizes is not None and options["batch_size"] is not None:
         raise UserError("--batch-size and --batch-sizes both set the number of examples: give one")
-    args = dict(_argument(text) for text in options["arguments"])
+    args = dict(map(_argument, options["arguments"]))
     _make_folder(output)
     if sizes is not None:
         check_folder(output, sizes)
         profile_sizes(sizes, output, _measurement(options, args), write_files)
     else:
         measured = _measurement(options, args)(options["batch_size"])
+        planned = output / "graph.txt"
         written = write_files(measured, output)
         print_report(measured.profile, options["sort"], options["top"])
         if measured.undivided:
             click.echo(f"Not divisible: {measured.undivided}")
         click.echo(f"Written: {written}")
-    planned = output if sizes is not None else output / "graph.txt"
     click.echo(f"Next: pd-optimize {planned} --machines 2 --bandwidth 1GB")
 
 
@@ -330,11 +330,10 @@ def write_files(measured: Measured, output: Path) -> str:
         draw_layers(profile, output / "layers.png")
         picture = draw(graph, output / "graph", profile.title, profile.modules)
     why = why_text(graph, picture)
-    names = ["profile.json", "operators.json", "layers.csv", "layers.png", picture.name]
-    if operators is None:
-        names.remove("operators.json")
-    files = ", ".join([f"{output}/graph.txt", *names]) + (f" ({why})" if why else "")
-    return files if operators else f"{files}; no operators.json: {measured.no_operators}"
+    traced = ["operators.json"] if operators is not None else []
+    names = [f"{output}/graph.txt", "profile.json", *traced, "layers.csv", "layers.png"]
+    files = ", ".join([*names, picture.name]) + (f" ({why})" if why else "")
+    return files if traced else f"{files}; no operators.json: {profile.no_operators}"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.capture.sources.load import Loaded
 from pipedream.comm.memory import free_memory
 from pipedream.graph.errors import UserError
-from pipedream.graph.model import Graph
+from pipedream.graph.model import Graph, Node
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.profile import (
     Footprint,
@@ -86,14 +86,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """Holds what pd-profile writes of a model. Without `operators`, `no_operators` says why.
+    """Holds what pd-profile writes of a model. Without `operators` the profile says why.
     `undivided`: what the user should know of a large part that cannot be divided.
     """
 
     graph: Graph
     profile: Profile
     operators: OperatorProfile | None = None
-    no_operators: str = ""
     undivided: str = ""
 
 
@@ -148,21 +147,18 @@ def measure(
     graph = _timed(captured, times)
     profile = _profile(measured, graph, settings)
     size, ending = settings.batch_size, _ending(loaded, captured)
+    operators: OperatorProfile | None = None
     try:
         operators = profile_operators(
             captured, inputs, size, settings.device, precision.computing(), graph, *ending
         )
     except CannotDivide as error:
-        reason = str(error)
-        profile = profile.model_copy(update={"no_operators": reason})
-        return Measured(graph, profile, None, reason, undivided(captured))
-    return Measured(graph, profile, operators, undivided=undivided(captured))
+        profile = profile.model_copy(update={"no_operators": str(error)})
+    return Measured(graph, profile, operators, undivided(captured))
 
 
 def _cannot_run(model: str, error: Exception, loaded: Loaded) -> UserError:
-    """Returns the error of a model that can be captured, by shapes alone, but fails on its
-    values.
-    """
+    """Returns the error of a model that was captured, by shapes alone, and fails on its values."""
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if isinstance(error, IndexError):
         reason += (
@@ -187,17 +183,18 @@ def _timed(captured: Captured, times: Times) -> Graph:
     """Returns the graph with times; that of the loss is added to the last node that returns an
     output.
     """
-    graph, last = captured.graph, captured.returning
 
-    def seconds(name: str) -> tuple[float, float]:
-        timings = [times.nodes[name]] + ([times.loss] if times.loss and name == last else [])
-        return sum(t.forward.median for t in timings), sum(t.backward.median for t in timings)
+    def timed(node: Node) -> Node:
+        timings = [times.nodes[node.id]]
+        if times.loss is not None and node.id == captured.returning:
+            timings.append(times.loss)
+        return replace(
+            node,
+            forward_seconds=sum(timing.forward.median for timing in timings),
+            backward_seconds=sum(timing.backward.median for timing in timings),
+        )
 
-    return graph.with_nodes(
-        replace(node, forward_seconds=forward, backward_seconds=backward)
-        for node in graph.nodes.values()
-        for forward, backward in [seconds(node.id)]
-    )
+    return captured.graph.with_nodes(map(timed, captured.graph.nodes.values()))
 
 
 def _time(
@@ -360,7 +357,7 @@ def _node(
 
 
 def _libraries() -> dict[str, str]:
-    """Versions of the libraries that may have created the model, and of CUDA."""
+    """Returns the versions of the libraries that may have created the model, and of CUDA."""
     versions = {name: version(name) for name in _MODEL_LIBRARIES if name in sys.modules}
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda

@@ -81,8 +81,8 @@ class Steps:
     parts: int = 1
 
     def of(self, parts: int, seconds: float, size: float) -> Steps:
-        """Steps of so many `parts` of about `seconds` each. A run that takes longer is a step of as
-        many parts as it has time for, and gradients to fill `size` bytes each.
+        """Returns steps of so many `parts` of about `seconds` each. A run that takes longer is a
+        step of as many parts as it has time for, and gradients to fill `size` bytes each.
 
         All ranks do what rank 0 finds.
         """

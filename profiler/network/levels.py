@@ -31,7 +31,7 @@ class NetworkLevel:
 
     @property
     def groups(self) -> list[Ranks]:
-        """Groups of ranks that differ only at this level: a sample from the whole cluster."""
+        """Returns groups of ranks that differ only at this level: a sample of the cluster."""
         return evenly(self._all_groups(), _MOST_GROUPS)
 
     @property

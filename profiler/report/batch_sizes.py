@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 PICTURE = "batch_sizes.png"
 _OPTION = "--batch-sizes"
 _DPI = 120
+_PANELS = {"time per example": "s", "examples per second": "", "saved for backward": "B"}
+"""Titles and units."""
 
 
 def parse_batch_sizes(text: str) -> list[int]:
@@ -73,7 +75,7 @@ def profile_sizes(
             raise UserError(f"at batch size {size}: {error.format_message()}") from error
         _check_alike(results)
         click.echo(f"Written: {write(results[-1], folder_of(folder, size))}")
-    profiles = [each.profile for each in results]
+    profiles = [measured.profile for measured in results]
     frame = batch_sizes_frame(profiles)
     title = f"{profiles[0].model} at {len(sizes)} batch sizes"
     with writing(folder):
@@ -103,7 +105,7 @@ def _check_alike(results: Sequence[Measured]) -> None:
 
 
 def _input_shapes(profile: Profile) -> list[tuple[int, ...]]:
-    """Shapes of the inputs of the model."""
+    """Returns the shapes of the inputs of the model."""
     sources = (node for node in profile.nodes if node.op.startswith("Input") and not node.inputs)
     return [tensor.shape for node in sources for tensor in node.outputs]
 
@@ -123,10 +125,10 @@ def batch_sizes_frame(profiles: Iterable[Profile]) -> pd.DataFrame:
 
 def _row(profile: Profile) -> dict[str, float | None]:
     size, totals = profile.batch_size, profile.totals
-    calls = [
-        0.0 if fit is None else fit.call_seconds for fit in (profile.forward, profile.backward)
-    ]
-    forward, backward = totals.forward_seconds + calls[0], totals.backward_seconds + calls[1]
+    forward = totals.forward_seconds + (profile.forward.call_seconds if profile.forward else 0.0)
+    backward = totals.backward_seconds + (
+        profile.backward.call_seconds if profile.backward else 0.0
+    )
     known = [node.saved_bytes for node in profile.nodes if node.saved_bytes is not None]
     saved = sum(known) if len(known) == len(profile.nodes) else None
     return {
@@ -181,45 +183,41 @@ def draw_batch_sizes(frame: pd.DataFrame, title: str, path: Path) -> None:
     figure = Figure(figsize=(13.5 if saved else 9.0, 4.2), layout="constrained")
     figure.suptitle(title, parse_math=False)
     panels = list(figure.subplots(1, 3 if saved else 2, squeeze=False)[0])
-    _draw_times(panels[0], frame)
-    _draw_line(panels[1], frame, "examples_per_second", "examples per second", "#009E73")
+    # Okabe and Ito's colours, as in layers.png.
+    _draw_line(panels[0], frame, "seconds_per_example", "#333333", linestyle="--", label="both")
+    _draw_line(panels[0], frame, "backward_seconds_per_example", "#0072B2", label="backward")
+    _draw_line(panels[0], frame, "forward_seconds_per_example", "#56B4E9", label="forward")
+    panels[0].legend(frameon=False, fontsize=9)
+    _draw_line(panels[1], frame, "examples_per_second", "#009E73")
     if saved:
-        _draw_line(panels[2], frame, "saved_bytes", "saved for backward", "#7A3300", unit="B")
-    for axes in panels:
-        _scale(axes, list(frame["batch_size"]))
+        _draw_line(panels[2], frame, "saved_bytes", "#7A3300")
+    sizes = list(frame["batch_size"])
+    for axes, (name, unit) in zip(panels, _PANELS.items(), strict=False):
+        _label(axes, name, unit, sizes)
     with whole(path) as fresh:
         figure.savefig(fresh, dpi=_DPI)
 
 
-def _draw_times(axes: Axes, frame: pd.DataFrame) -> None:
-    """Draws the times in Okabe and Ito's colours, as in layers.png."""
-    from matplotlib.ticker import EngFormatter
-
-    lines: Mapping[str, tuple[str, dict[str, Any]]] = {
-        "seconds": ("both", {"color": "#333333", "linestyle": "--"}),
-        "backward_seconds": ("backward", {"color": "#0072B2"}),
-        "forward_seconds": ("forward", {"color": "#56B4E9"}),
-    }
-    for name, (label, style) in lines.items():
-        values = frame[f"{name}_per_example"]
-        axes.plot(frame["batch_size"], values, marker="o", markersize=4, label=label, **style)
-    axes.set_title("time per example", loc="left", fontsize=10)
-    axes.yaxis.set_major_formatter(EngFormatter("s"))
-    axes.legend(frameon=False, fontsize=9)
-
-
 def _draw_line(
-    axes: Axes, frame: pd.DataFrame, column: str, title: str, colour: str, unit: str = ""
+    axes: Axes,
+    frame: pd.DataFrame,
+    column: str,
+    colour: str,
+    linestyle: str = "-",
+    label: str | None = None,
 ) -> None:
+    sizes, values = frame["batch_size"], frame[column]
+    axes.plot(
+        sizes, values, marker="o", markersize=4, color=colour, linestyle=linestyle, label=label
+    )
+
+
+def _label(axes: Axes, title: str, unit: str, sizes: Sequence[int]) -> None:
+    """Labels the batch sizes on a logarithmic axis; the other axis starts at zero."""
     from matplotlib.ticker import EngFormatter
 
-    axes.plot(frame["batch_size"], frame[column], marker="o", markersize=4, color=colour)
     axes.set_title(title, loc="left", fontsize=10)
     axes.yaxis.set_major_formatter(EngFormatter(unit))
-
-
-def _scale(axes: Axes, sizes: Sequence[int]) -> None:
-    """Labels the batch sizes on a logarithmic axis; the other axis starts at zero."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()

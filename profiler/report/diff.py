@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -97,10 +97,8 @@ class Diff:
         return (lower_b > upper_a) | (upper_b < lower_a)
 
     def _quartile(self, name: str, which: str) -> tuple[Numbers, Numbers]:
-        first, *more = (self.values(f"{part}_{which}_seconds") for part in QUANTITIES[name].passes)
-        a, b = first
-        for here, there in more:
-            a, b = a + here, b + there
+        parts = (self.values(f"{part}_{which}_seconds") for part in QUANTITIES[name].passes)
+        a, b = reduce(lambda both, part: (both[0] + part[0], both[1] + part[1]), parts)
         return self._per(name, a, b)
 
     def _per(self, name: str, a: Numbers, b: Numbers) -> tuple[Numbers, Numbers]:
@@ -116,8 +114,10 @@ def _by_call(profile: Profile) -> pd.DataFrame:
 
 
 def differing_settings(a: Profile, b: Profile) -> dict[str, tuple[object, object]]:
-    """Settings in which two profiles differ: machine, versions, batch size, model, repeats."""
-    here, there = a.machine.model_dump(), b.machine.model_dump()
-    for field in ("batch_size", "model", "args", "repeats", "warmup"):
-        here[field], there[field] = getattr(a, field), getattr(b, field)
-    return {name: (here[name], there[name]) for name in here if here[name] != there[name]}
+    """Returns the settings in which two profiles differ: those of machine, model and repeats."""
+    fields = ("batch_size", "model", "args", "repeats", "warmup")
+    of_a, of_b = (
+        profile.machine.model_dump() | {name: getattr(profile, name) for name in fields}
+        for profile in (a, b)
+    )
+    return {name: (of_a[name], of_b[name]) for name in of_a if of_a[name] != of_b[name]}

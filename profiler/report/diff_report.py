@@ -112,7 +112,7 @@ def _nodes(
 
 
 def _cells(diff: Diff, name: str, places: pd.Index[int]) -> list[str]:
-    """Changes with their sign, and a star if they differ; empty without a change."""
+    """Returns changes with their sign, and a star if they differ; empty without a change."""
     quantity = QUANTITIES[name]
     rows = zip(diff.change(name).iloc[places], diff.differs(name).iloc[places], strict=True)
     return [_signed(quantity, change) + ("*" if differs else " ") for change, differs in rows]
@@ -127,7 +127,7 @@ def _percent(a: float, b: float) -> str:
 
 
 def _totals(diff: Diff, known: list[str], width: int) -> Table:
-    """Sums over all nodes per minibatch, and their relative change per example."""
+    """Returns sums over all nodes per minibatch, and their relative change per example."""
     rows = []
     for name in known:
         quantity = QUANTITIES[name]

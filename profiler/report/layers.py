@@ -14,40 +14,23 @@ if TYPE_CHECKING:
     from pipedream.graph.profile import Profile, ProfiledNode
 
 
-def _part(name: str) -> Mapping[str, Callable[[ProfiledNode], Any]]:
-    """Returns the columns of a part of the backward pass, None where it was not measured."""
-
-    def seconds(quartile: str) -> Callable[[ProfiledNode], Any]:
-        return lambda node: getattr(getattr(node, f"{name}_seconds"), quartile, None)
-
-    return {
-        f"{name}_seconds": seconds("median"),
-        f"{name}_lower_seconds": seconds("lower"),
-        f"{name}_upper_seconds": seconds("upper"),
-    }
+_PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
 
-COLUMNS: Mapping[str, Callable[[ProfiledNode], Any]] = {
-    "id": lambda node: node.id,
-    "module": lambda node: node.module,
-    "op": lambda node: node.op,
-    "description": lambda node: node.description,
-    "seconds": lambda node: node.forward_seconds.median + node.backward_seconds.median,
-    "forward_seconds": lambda node: node.forward_seconds.median,
-    "forward_lower_seconds": lambda node: node.forward_seconds.lower,
-    "forward_upper_seconds": lambda node: node.forward_seconds.upper,
-    "backward_seconds": lambda node: node.backward_seconds.median,
-    "backward_lower_seconds": lambda node: node.backward_seconds.lower,
-    "backward_upper_seconds": lambda node: node.backward_seconds.upper,
-    **_part("backward_input"),
-    **_part("backward_weight"),
-    "output_bytes": lambda node: sum(tensor.bytes for tensor in node.outputs),
-    "saved_bytes": lambda node: node.saved_bytes,
-    "kept_bytes": lambda node: node.kept_bytes,
-    "workspace_bytes": lambda node: node.workspace_bytes,
-    "parameter_bytes": lambda node: node.parameter_bytes,
-}
-"""Seconds and bytes per minibatch, as in profile.json; lower and upper are quartiles."""
+def _row(node: ProfiledNode) -> dict[str, Any]:
+    """Returns seconds and bytes per minibatch, as in profile.json; lower and upper are quartiles.
+    Those of a part of the backward pass are None where it was not measured.
+    """
+    row = {name: getattr(node, name) for name in ("id", "module", "op", "description")}
+    row["seconds"] = node.forward_seconds.median + node.backward_seconds.median
+    for name in _PASSES:
+        quartiles = getattr(node, f"{name}_seconds")
+        for middle, quartile in (("", "median"), ("_lower", "lower"), ("_upper", "upper")):
+            row[f"{name}{middle}_seconds"] = getattr(quartiles, quartile, None)
+    row["output_bytes"] = sum(tensor.bytes for tensor in node.outputs)
+    for name in ("saved", "kept", "workspace", "parameter"):
+        row[f"{name}_bytes"] = getattr(node, f"{name}_bytes")
+    return row
 
 
 @dataclass(frozen=True)
@@ -82,16 +65,12 @@ ORDERS = (*QUANTITIES, "order")
 
 
 def layers_frame(profile: Profile) -> pd.DataFrame:
-    """Returns the columns of `COLUMNS`, and `share`: of the forward plus backward time of all
-    nodes.
-
-    Values that were not measured are NaN.
+    """Returns for each node its seconds and bytes, and `share`: of the forward plus backward time
+    of all nodes. Values that were not measured are NaN.
     """
     import pandas as pd
 
-    frame = pd.DataFrame(
-        {name: [value(node) for node in profile.nodes] for name, value in COLUMNS.items()}
-    )
+    frame = pd.DataFrame(map(_row, profile.nodes))
     for name in frame.columns[frame.columns.str.endswith(("_bytes", "_seconds"))]:
         frame[name] = pd.to_numeric(frame[name])  # turns None into NaN
     frame["share"] = frame["seconds"] / (frame["seconds"].sum() or 1.0)
@@ -111,14 +90,14 @@ def shown_layers(profile: Profile) -> pd.DataFrame:
     import pandas as pd
 
     frame = layers_frame(profile)
-    measured = [each for each in QUANTITIES.values() if frame[each.column].notna().all()]
+    measured = (each for each in QUANTITIES.values() if frame[each.column].notna().all())
     return pd.DataFrame(
         {
             "node": frame["id"],
             "layer": layer_names(frame),
             **{
-                each.heading.replace("-\n", ""): frame[each.column].map(each.show)
-                for each in measured
+                quantity.heading.replace("-\n", ""): frame[quantity.column].map(quantity.show)
+                for quantity in measured
             },
             "share": frame["share"].map("{:.1%}".format),
         }

@@ -174,20 +174,20 @@ class _Bench:
         measured = [each for division in self.divisions for each in division if each.compared]
         forward = fit_stretches([each.medians[0] for each in measured])
         backward = fit_stretches([each.medians[1] for each in measured])
-        there, back = (_scaled_to_median(passes) for passes in zip(*self.turns, strict=True))
-        again = _scaled_to_median(self.recomputed)
+        forwards, backwards = (_scaled_to_median(each) for each in zip(*self.turns, strict=True))
+        recomputed = _scaled_to_median(self.recomputed)
 
         def timing(name: str) -> Timing:
             return Timing(
-                _spread([seconds[name] for seconds in there], forward.factor),
-                _spread([seconds[name] for seconds in back], backward.factor),
-                _spread([seconds[name] for seconds in again], forward.factor),
+                _spread([seconds[name] for seconds in forwards], forward.factor),
+                _spread([seconds[name] for seconds in backwards], backward.factor),
+                _spread([seconds[name] for seconds in recomputed], forward.factor),
             )
 
         nodes = {name: timing(name) for name in self.nodes}
-        nothing = Timing.nothing()
+        of_input = Timing.nothing()
         return Times(
-            {name: nodes.get(name, nothing) for name in self.captured.graph.nodes},
+            {name: nodes.get(name, of_input) for name in self.captured.graph.nodes},
             len(repeats.warming),
             len(repeats.noted),
             timing(LOSS) if self.loss is not None else None,

@@ -72,7 +72,7 @@ class _NodeTimer:
         self.inputs = [value.to(device) for value in inputs]
         self.modules = node_modules(captured, device)
         self.gradients = RandomGradients(device)
-        self.nothing = empty_module()
+        self.empty = empty_module()
         self.scalar = torch.ones(1, device=device)
 
     def run(self) -> dict[str, tuple[float, float]]:
@@ -82,7 +82,7 @@ class _NodeTimer:
         floors: list[Marks] = []
 
         def run_node(node: NodeModule, values: Mapping[str, Tensor]) -> list[Tensor]:
-            floors.append(step(self.nothing, {"x": self.scalar}, self.watch, self.gradients)[1])
+            floors.append(step(self.empty, {"x": self.scalar}, self.watch, self.gradients)[1])
             outputs, marks[node.name] = step(node, values, self.watch, self.gradients)
             return outputs
 

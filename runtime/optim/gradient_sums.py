@@ -40,10 +40,10 @@ class GradientSums:
 
 
 def with_gradients(loss: Tensor, gradients: Sequence[tuple[Parameter, Tensor]]) -> Tensor:
-    """The loss as a scalar that autograd knows: it depends on these parameters, and its gradient of
-    each is the one given. What autograd does with a loss it does with this one: several are added
-    up and scaled, a graph that is retained can be gone through again, and one that is not needed
-    any more is freed. It cannot be differentiated twice.
+    """Returns the loss as a scalar that autograd knows: it depends on these parameters, and its
+    gradient of each is the one given. What autograd does with a loss it does with this one: several
+    are added up and scaled, a graph that is retained can be gone through again, and one that is not
+    needed any more is freed. It cannot be differentiated twice.
     """
     # Where no parameter of this rank learns, a loop calls backward, too.
     anchor = torch.zeros((), device=loss.device, requires_grad=True)

@@ -47,14 +47,14 @@ class LearningRate:
         self.metrics: list[float | None] = []
 
     def advance(self, what: str, times: int = 1) -> None:
-        """So many updates or epochs are over, as `what` says."""
+        """Counts updates or epochs that are over, as `what` says."""
         if self.config is not None and self.config.every == what and self.metric is None:
             self.advances += times
             for _ in range(times):
                 self._step()
 
     def see(self, metric: float) -> None:
-        """What the metric is now."""
+        """Makes a step with what the metric is now."""
         known = metric if math.isfinite(metric) else None
         self.metrics.append(known)
         self._step(math.nan if known is None else known)
@@ -88,7 +88,7 @@ class LossSum:
         self.value = 0.0
 
     def note(self, loss: Tensor) -> None:
-        """A loss that only this rank knows. Waits for no GPU."""
+        """Adds a loss that only this rank knows. Waits for no GPU."""
         self.noted += loss
 
     def end_segment(self) -> None:
@@ -97,13 +97,13 @@ class LossSum:
         self.noted.zero_()
 
     def end_epoch(self, minibatches: int) -> float:
-        """The mean over all of the epoch; the next one begins."""
+        """Returns the mean over all of the epoch; the next one begins."""
         mean, self.value = self.value / minibatches, 0.0
         return mean
 
 
 def make_scheduler(config: SchedulerConfig, optimizer: Optimizer, directory: Path) -> LRScheduler:
-    """The scheduler that the run config names; functions are looked for in `directory` first.
+    """Returns the scheduler of the run config; functions are looked for in `directory` first.
 
     Raises UserError for a wrong name or option.
     """
@@ -150,7 +150,7 @@ def _check_metric(config: SchedulerConfig, kind: type[LRScheduler]) -> None:
 
 
 def _functions(config: SchedulerConfig, name: str, value: Any, directory: Path) -> Any:
-    """What `package.module:function` means, or each of a list of them."""
+    """Returns what `package.module:function` names, or each of a list of them."""
     if isinstance(value, list):
         return [_functions(config, name, each, directory) for each in value]
     if not isinstance(value, str) or re.fullmatch(r"[\w.]+:[\w.]+", value) is None:

@@ -157,7 +157,7 @@ class Stepping:
 
     @property
     def rate(self) -> LearningRate:
-        """The learning rate of the first stage; those of the others have made the same steps."""
+        """Returns the learning rate of the first stage; the others' have made the same steps."""
         return next(iter(self.stages.values())).rate
 
     @property
@@ -186,14 +186,14 @@ class Stepping:
         weights.update(gradients, lambda: stepping.step(gradients, norm, updates), number)
 
     def _mean_gradients(self, weights: Weights, divisor: int) -> Mapping[str, Tensor]:
-        """Of a round, which ends, without the loss scale."""
+        """Returns those of a round, which ends, without the loss scale."""
         gradients = weights.take_gradients(divisor)
         if self.scale.value != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), self.scale.value)
         return gradients
 
     def _squares(self, gradients: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
-        """The sum of the squares of the gradients of these stages that count: one float64."""
+        """Returns the sum of the squares of these stages' gradients that count: one float64."""
         squares = torch.zeros_like(self.losses.noted)  # on the device of the rank
         for stage, each in gradients.items():
             self.stages[stage].add_squares(each, squares)
@@ -205,7 +205,7 @@ class Stepping:
         return self._norm(squares)
 
     def _norm(self, squares: Tensor) -> float:
-        """Their root, of which the loss scale takes note."""
+        """Returns their root, of which the loss scale takes note."""
         norm = float(squares.sqrt())
         self.scale.note(math.isfinite(norm))
         return norm

@@ -59,7 +59,7 @@ class Weights:
         self.expected, self.current.users = {}, 0
 
     def expect(self, uses: Mapping[int, int]) -> None:
-        """How many minibatches of the segment run on each version, including those already done.
+        """Sets how many minibatches of the segment run on each version, with those already done.
 
         A version is kept until all of them are done: 2BW and vertical sync begin on one that is
         not the newest any more. Call again if the segment is replaced.
@@ -72,7 +72,7 @@ class Weights:
         self.expected = uses
 
     def acquire(self, number: int, ahead: int = 0) -> Version:
-        """That version, for a forward pass; `release` it after the backward pass.
+        """Returns that version, for a forward pass; `release` it after the backward pass.
 
         With `ahead` (the newest version only): its weights as predicted that many updates ahead,
         as a version of its own that does not count as a use of the newest.
@@ -90,7 +90,7 @@ class Weights:
         return version
 
     def release(self, version: Version) -> None:
-        """After the backward pass."""
+        """Ends a use of the version, after the backward pass."""
         version.users -= 1
         self._forget_unused(version)
 
@@ -101,7 +101,7 @@ class Weights:
 
     @contextmanager
     def accumulating(self, version: Version) -> Iterator[None]:
-        """A backward pass in here adds its gradients to those of the round.
+        """Makes a backward pass in here add its gradients to those of the round.
 
         Autograd does so in place, parameter by parameter, so two full sets never exist at once.
         """

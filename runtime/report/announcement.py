@@ -9,7 +9,7 @@ from pipedream.schedule.steady_state import SteadySpan
 
 
 def announcement(job: Job, minibatches: int) -> str:
-    """One line for a run whose epochs have so many minibatches."""
+    """Returns one line for a run whose epochs have so many minibatches."""
     policy, config = job.policy, job.config
     sizes = [policy.round_size(stage) for stage in range(len(job.plan.replicas))]
     updates = [-(-minibatches // size) for size in sizes]
@@ -20,20 +20,20 @@ def announcement(job: Job, minibatches: int) -> str:
         of = ", ".join(map(str, examples))
         counts = f"{', '.join(map(str, updates))} updates an epoch, each of {of} examples"
     late = _latest(job, minibatches)
-    told = "no gradient is late"
+    lateness = "no gradient is late"
     if any(late):
-        told = f"gradients are up to {', '.join(map(str, late))} updates late"
-        told += " (stage by stage)" * (len(late) > 1)
+        lateness = f"gradients are up to {', '.join(map(str, late))} updates late"
+        lateness += " (stage by stage)" * (len(late) > 1)
     clipped = ""
     if config.clip_norm is not None:
         of = "the whole model" if policy.uniform_updates else "each stage by itself"
         clipped = f"; clip_norm is of {of}"
     order = "" if job.order == DEFAULT_ORDER else f" in order {job.order}"
-    return f"{job.schedule}{order}: {counts}; {told}{clipped}"
+    return f"{job.schedule}{order}: {counts}; {lateness}{clipped}"
 
 
 def _latest(job: Job, minibatches: int) -> list[int]:
-    """By stage, between how many updates at most a gradient is computed and used."""
+    """Returns by stage how many updates at most lie between a gradient and its use."""
     enough = SteadySpan.for_simulation(job.policy).minibatches
     schedule = Schedule(job.spec(), min(minibatches, enough))
     stages = range(len(job.plan.replicas))

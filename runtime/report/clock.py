@@ -23,7 +23,7 @@ class Ping(NamedTuple):
 
     @property
     def round_trip(self) -> float:
-        """Seconds on the way, there and back."""
+        """Returns the seconds on the way, there and back."""
         return (self.received - self.sent) - (self.answered - self.heard)
 
 
@@ -84,17 +84,17 @@ class Clock:
         self.store.set(f"{key}/answered", f"{heard!r} {answered!r}")
 
     def common(self, own: float) -> float:
-        """`own`, a moment of `time.perf_counter` here, by rank 0's clock."""
+        """Returns `own`, a moment of `time.perf_counter` here, by rank 0's clock."""
         return common(self.readings[0], self.readings[-1], own)
 
     @property
     def error(self) -> float:
-        """By how many seconds `common` may be wrong at a reading."""
+        """Returns by how many seconds `common` may be wrong at a reading."""
         return max(reading.error for reading in self.readings)
 
 
 def common(first: Reading, last: Reading, own: float) -> float:
-    """`own` by the other clock, whose offset goes evenly from that of `first` to that of `last`."""
+    """Returns `own` by the other clock, whose offset drifts evenly from `first` to `last`."""
     if last.own == first.own:
         return own + first.offset
     drift = (last.offset - first.offset) / (last.own - first.own)

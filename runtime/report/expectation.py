@@ -25,12 +25,13 @@ class Part:
     def change(self) -> float:
         return self.measured - self.expected
 
+    @property
+    def shown_change(self) -> str:
+        return f"{'+' if self.change >= 0 else '-'}{show_seconds(abs(self.change))}"
+
     def __str__(self) -> str:
-        sign = "+" if self.change >= 0 else "-"
-        return (
-            f"{show_seconds(self.measured)}, expected {show_seconds(self.expected)}"
-            f" ({sign}{show_seconds(abs(self.change))})"
-        )
+        measured, expected = show_seconds(self.measured), show_seconds(self.expected)
+        return f"{measured}, expected {expected} ({self.shown_change})"
 
 
 @dataclass(frozen=True)
@@ -92,22 +93,22 @@ def busy_shares(plan: Plan) -> dict[int, float]:
     }
 
 
-def figures(found: Comparison) -> list[str]:
-    """Lines for the end of a run."""
-    if found.as_expected:
+def figures(comparison: Comparison) -> list[str]:
+    """Returns lines for the end of a run."""
+    if comparison.as_expected:
         return []
     return [
-        f"  stage {found.stage} computed  {found.compute}",
-        f"  messages, waiting {found.rest}",
+        f"  stage {comparison.stage} computed  {comparison.compute}",
+        f"  messages, waiting {comparison.rest}",
     ]
 
 
-def advice(found: Comparison, run: MeasuredRun, folder: Path) -> list[str]:
-    """What would bring plan and run together, in lines; none where it went as expected."""
-    if found.as_expected:
+def advice(comparison: Comparison, run: MeasuredRun, folder: Path) -> list[str]:
+    """Returns lines on what would bring plan and run together; none where it went as expected."""
+    if comparison.as_expected:
         return []
-    if abs(found.compute.change) >= abs(found.rest.change):
-        if found.compute.change < 0:
+    if abs(comparison.compute.change) >= abs(comparison.rest.change):
+        if comparison.compute.change < 0:
             return [
                 "Passes took less than in the profile: the machine was busier when it was made.",
                 f"Repeat it, or correct it by this run: pd-optimize GRAPH --calibrate {folder}.",

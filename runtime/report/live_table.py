@@ -84,7 +84,7 @@ class Display:
 
     @property
     def rate(self) -> float:
-        """Samples per second of this epoch."""
+        """Returns the samples per second of this epoch."""
         return self.samples / (time.perf_counter() - self.epoch_begin)
 
     def __enter__(self) -> Display:
@@ -126,7 +126,7 @@ class Display:
             thread.join()
 
     def has_recorded(self, position: Position) -> bool:
-        """Whether metrics.jsonl is written up to `position`. Raises UserError if it cannot be."""
+        """Tells whether metrics.jsonl is written up to there. Raises UserError if it cannot be."""
         if self.failure is not None:
             raise self.failure
         return self.recorded >= position
@@ -208,7 +208,7 @@ class Display:
         self.writers.progress(step, _progress(self.rate, self.learning_rates(), self.statuses))
 
     def _show(self, losses: Losses) -> None:
-        """The table in a terminal, and elsewhere now and then a line."""
+        """Shows the table in a terminal, and elsewhere now and then a line."""
         if self.console.is_terminal:
             most = max(1, self.console.height - 8)
             self.live.update(Group(table(self.statuses, self.workers, most), self.progress))
@@ -260,21 +260,21 @@ def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any
 def _progress(
     rate: float, learning_rates: Sequence[float], statuses: Mapping[int, Status]
 ) -> dict[str, float]:
-    """What metrics writers get now and then; `rate` in samples per second."""
-    told = {"samples per second": rate}
+    """Returns what metrics writers get now and then; `rate` in samples per second."""
+    metrics = {"samples per second": rate}
     for group, learning_rate in enumerate(learning_rates):
         part = f"/group {group}" if len(learning_rates) > 1 else ""
-        told[f"learning rate{part}"] = learning_rate
+        metrics[f"learning rate{part}"] = learning_rate
     for rank, status in statuses.items():
-        told[f"busy share/rank {rank}"] = status.busy
-        told[f"memory in bytes/rank {rank}"] = status.memory
-    return told
+        metrics[f"busy share/rank {rank}"] = status.busy
+        metrics[f"memory in bytes/rank {rank}"] = status.memory
+    return metrics
 
 
 def table(
     statuses: Mapping[int, Status], workers: Mapping[int, Sequence[Worker]], most: int
 ) -> Table:
-    """A row for each rank, which has these workers; of more than `most` ranks, the first."""
+    """Returns a row for each rank, which has these workers; of more than `most`, the first."""
     left_out = len(workers) - most
     # Fits 80 columns, and does not jump with what stands in it.
     shown = Table(
@@ -315,7 +315,7 @@ def _waits(status: Status) -> str:
 
 
 def in_words(statuses: Mapping[int, Status]) -> str:
-    """The busy share of each rank, and who waits longest for whom."""
+    """Returns the busy share of each rank, and who waits longest for whom."""
     if not statuses:
         return ""
     shown = sorted(statuses)[:8]

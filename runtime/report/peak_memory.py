@@ -36,13 +36,13 @@ class PeakMemory:
                 Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def now(self) -> int:
-        """Bytes at this moment."""
+        """Returns the bytes at this moment."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
         return max(0, _resident("RssAnon") - self.aside)
 
     def end(self) -> None:
-        """`bytes` is then the most since any `begin`."""
+        """Ends a stretch: `bytes` is then the most since any `begin`."""
         if self.device.type == "cuda":
             now = torch.cuda.max_memory_allocated(self.device)
         else:
@@ -58,7 +58,7 @@ def _give_back() -> None:
 
 
 def _resident(what: str) -> int:
-    """Bytes of the process: `RssAnon` and `RssFile` now, `VmHWM` the most of both."""
+    """Returns bytes of the process: `RssAnon` and `RssFile` now, `VmHWM` the most of both."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{what}:"):
             return int(line.split()[1]) * 1024

@@ -37,7 +37,7 @@ class Recorder:
         self.crowded = 0
 
     def first(self, minibatches: int) -> int:
-        """The first minibatch of an epoch of so many that is kept."""
+        """Returns the first minibatch of an epoch of so many that is kept."""
         return 0 if self.every_epoch else max(0, minibatches - KEPT) // self.unit * self.unit
 
     def begin(self) -> None:
@@ -54,12 +54,12 @@ class Recorder:
             self.crowded = 2 * len(events) + 10 * KEPT
 
     def add(self, epoch: int, events: Sequence[Event], minibatches: int) -> None:
-        """The events of an epoch of so many minibatches."""
+        """Keeps the events of an epoch of so many minibatches."""
         first = self.first(minibatches)
         self.epochs[epoch] = [event for event in events if event.action.minibatch >= first]
 
     def sent(self) -> SentEvents:
-        """All events, in rank 0's time. Call after the final clock reading."""
+        """Returns all events, in rank 0's time. Call after the final clock reading."""
         common = self.clock.common
         return [
             (epoch, [(str(e.action), common(e.begin), common(e.end)) for e in events])
@@ -75,7 +75,7 @@ class Recording:
 
     @staticmethod
     def of(sent: Sequence[SentEvents]) -> Recording:
-        """From what the ranks told, in their order."""
+        """Returns the recording of what the ranks sent, in their order."""
         begins = (begin for epochs in sent for _, events in epochs for _, begin, _ in events[:1])
         origin = min(begins, default=0.0)
         timelines: dict[int, dict[int, Sequence[Event]]] = {}
@@ -88,14 +88,14 @@ class Recording:
         return Recording(timelines)
 
     def write_last(self, folder: Path) -> None:
-        """timeline.csv, .json and .png: the end of the last epoch."""
+        """Writes timeline.csv, .json and .png: the end of the last epoch."""
         last = self.epochs[max(self.epochs)] if self.epochs else {}
         write_trace(last, folder / "timeline.csv")
         write_chrome(last, folder / "timeline.json", _counters(last))
         draw(last, folder / "timeline.png", f"{folder.name}: last epoch")
 
     def write_all(self, path: Path) -> None:
-        """Every epoch, one after the other, as JSON for Perfetto."""
+        """Writes every epoch, one after the other, as JSON for Perfetto."""
         ranks = sorted({rank for epoch in self.epochs.values() for rank in epoch})
         joined = {
             rank: [e for epoch in self.epochs.values() for e in epoch[rank]] for rank in ranks
@@ -122,7 +122,7 @@ def _counters(ranks: Timeline) -> dict[str, dict[int, list[tuple[float, float]]]
 
 
 def write_trace(ranks: Timeline, path: Path) -> None:
-    """A CSV line for each event: rank, action as `2F0`, begin and end in seconds."""
+    """Writes a CSV line for each event: rank, action as `2F0`, begin and end in seconds."""
     with whole(path) as fresh, fresh.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(_HEADER)
@@ -132,7 +132,7 @@ def write_trace(ranks: Timeline, path: Path) -> None:
 
 
 def read_trace(path: Path) -> dict[int, list[Event]]:
-    """What `write_trace` wrote. Raises UserError `FILE:LINE: what is wrong`."""
+    """Returns what `write_trace` wrote. Raises UserError `FILE:LINE: what is wrong`."""
     ranks: dict[int, list[Event]] = {}
     header, *lines = read_text(path).splitlines() or [""]
     if header != ",".join(_HEADER):

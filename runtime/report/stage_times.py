@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
-from statistics import quantiles
 
 from pipedream.graph.measured_run import MeasuredRank
 from pipedream.graph.plan import Plan, workers_by_rank
@@ -67,8 +66,4 @@ def _some(seconds: Sequence[float]) -> Quartiles | None:
 
 def _spread(seconds: Sequence[float]) -> Quartiles:
     # Begin and end are both by the clock of rank 0: what took no time may take less, by rounding.
-    times = [max(0.0, each) for each in seconds]
-    if len(times) == 1:
-        return Quartiles(median=times[0], lower=times[0], upper=times[0])
-    lower, median, upper = quantiles(times, n=4, method="inclusive")
-    return Quartiles(median=median, lower=lower, upper=upper)
+    return Quartiles.of([max(0.0, time) for time in seconds])

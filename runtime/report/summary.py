@@ -83,13 +83,13 @@ class Losses:
 
 
 def expected_seconds(summary: Mapping[str, Any]) -> float | None:
-    """What stands beside the measured time of a minibatch, if the plan says anything."""
+    """Returns what stands beside the measured time of a minibatch, if the plan says anything."""
     keys = ("expected_seconds_per_minibatch", "predicted_seconds_per_minibatch")
     return next((summary[key] for key in keys if summary.get(key) is not None), None)
 
 
 def show_metrics(metrics: Mapping[str, Any]) -> list[str]:
-    """The lines that tell of the held-out metrics, if there are any."""
+    """Returns the lines that tell of the held-out metrics, if there are any."""
     lines = []
     if "held_out_loss" in metrics:
         lines.append(f"held-out loss       {metrics['held_out_loss']:.4f}")
@@ -100,11 +100,12 @@ def show_metrics(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def own_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those of the user among the held-out metrics, by their names."""
-    held_out = {name: x for name, x in metrics.items() if name.startswith("held_out_")}
-    known = ("loss", "accuracy")
-    short = {name.removeprefix("held_out_"): value for name, value in held_out.items()}
-    return {name: value for name, value in short.items() if name not in known}
+    """Returns those of the user among the held-out metrics, by their names."""
+    return {
+        name.removeprefix("held_out_"): value
+        for name, value in metrics.items()
+        if name.startswith("held_out_") and name not in ("held_out_loss", "held_out_accuracy")
+    }
 
 
 def write_summary(
@@ -125,13 +126,13 @@ def write_summary(
     measured = summary["seconds_per_minibatch"]
     wanted = expected_seconds(summary)
     beside = "" if wanted is None else f", expected {show_seconds(wanted)}"
-    found = None if measured_run is None else compare(measured_run)
+    comparison = None if measured_run is None else compare(measured_run)
     lines = []
     if measured:  # else there was nothing left to train
         rate = f"{summary['samples_per_second']:.0f}" + " in the steady state" * steady
         lines = [
             f"time per minibatch  {show_seconds(measured)}{beside}",
-            *(figures(found) if found is not None else []),
+            *(figures(comparison) if comparison is not None else []),
             f"samples per second  {rate}",
         ]
     if planned_for is not None:
@@ -146,7 +147,7 @@ def write_summary(
     planned = fullest["predicted_memory_bytes"]
     more = f", planned {show_bytes(planned)}" if planned else ""
     lines.append(f"memory              {measured_memory} on rank {fullest['rank']}{more}")
-    if found is not None and measured_run is not None:
-        lines += advice(found, measured_run, run)
+    if comparison is not None and measured_run is not None:
+        lines += advice(comparison, measured_run, run)
     print("\n".join(lines))
     print(f"Written: {run}/summary.json, metrics.jsonl, {also}checkpoints")

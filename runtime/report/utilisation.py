@@ -47,12 +47,12 @@ class Utilisation:
     steady: bool
 
     def share(self, rank: int, kinds: Iterable[str]) -> float:
-        """Of the window, from 0 to 1."""
+        """Returns the share of the window, from 0 to 1."""
         spent = sum(self.seconds[rank].get(kind, 0.0) for kind in kinds)
         return spent / self.window if self.window else 0.0
 
     def shares(self, rank: int) -> dict[str, float]:
-        """Of the window, by the names in `COLUMNS`, and what is left of it as `rest`."""
+        """Returns the shares by the names in `COLUMNS`, and what is left of it all as `rest`."""
         shares = {name: self.share(rank, kinds) for name, kinds in COLUMNS.items()}
         return {**shares, "rest": max(0.0, 1 - sum(shares.values()))}
 
@@ -65,13 +65,13 @@ class Utilisation:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time without a pass or an update."""
+        """Returns the share of all ranks' time without a pass or an update."""
         busy = (spent.get(kind, 0.0) for spent in self.seconds.values() for kind in BUSY)
         return bubble(sum(busy), len(self.seconds), self.window)
 
 
 def measure_utilisation(epochs: Sequence[Timeline], span: SteadySpan | None) -> Utilisation:
-    """What the ranks did in the steady state of the epochs; without a span, in all their time."""
+    """Returns what the ranks did in the steady state of the epochs; without a span, in all time."""
     window, minibatches = 0.0, 0
     seconds: dict[int, dict[str, float]] = {rank: {} for epoch in epochs for rank in epoch}
     for epoch in epochs:

@@ -143,7 +143,7 @@ def _begin(
     heartbeats: Heartbeats,
     parent_death_pipe: tuple[int, int],
 ) -> int:
-    """What a worker does: its work, with a heartbeat, and not longer than its parent lives."""
+    """Does the work of a worker, with a heartbeat, and not longer than its parent lives."""
     _die_with_parent(*parent_death_pipe)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(rank_info.world_size)))
     os.environ.update(rank_info.variables() | {RESTARTS: str(attempt)})
@@ -255,8 +255,8 @@ def _name(number: int) -> str:
 
 
 def _cut_off(noticed: Sequence[int], silent: Sequence[int], heartbeats: Heartbeats) -> _End:
-    """Nobody has died: blames the rank that most have lost, or the only one that has noticed
-    nothing, or else the first that has lost another.
+    """Returns the end where nobody has died: blames the rank that most have lost, or the only one
+    that has noticed nothing, or else the first that has lost another.
     """
     missed = (heartbeats.of(rank).lost for rank in noticed)
     lost = Counter(rank for rank in missed if rank is not None)

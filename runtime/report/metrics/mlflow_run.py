@@ -86,7 +86,7 @@ class MLflow(MetricsWriter):
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """`optimizer.args.lr` and so on."""
+    """Yields names such as `optimizer.args.lr` with their values."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")

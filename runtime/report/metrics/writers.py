@@ -70,5 +70,5 @@ def _make(config: MetricsConfig, directory: Path) -> MetricsWriter:
     kind: Any = _BY_NAME.get(config.source) or load_function(config.source, directory)
     if not (isinstance(kind, type) and issubclass(kind, MetricsWriter)):
         raise UserError(f"{source}: this is not a subclass of pipedream.MetricsWriter")
-    made: MetricsWriter = call(source, kind, config.args)
-    return made
+    writer: MetricsWriter = call(source, kind, config.args)
+    return writer

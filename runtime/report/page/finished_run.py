@@ -28,11 +28,11 @@ class FinishedRun:
 
     @property
     def comparison(self) -> Comparison | None:
-        """The plan's expectation beside the run; None if it was trained in another way."""
+        """Returns the plan's expectation beside the run; None if it was trained in another way."""
         return compare(self.measured) if self.measured and self.job.as_planned else None
 
     def planned_graph(self) -> Graph | None:
-        """The graph.txt that pd-optimize writes beside the plan; None if it is missing or another.
+        """Returns the graph.txt that pd-optimize wrote beside the plan; None if missing or another.
 
         Raises UserError if it is broken.
         """

@@ -55,7 +55,7 @@ class _Axis(NamedTuple):
         return (value - self.low) / (self.high - self.low) * self.length
 
     def ticks(self) -> list[Tick]:
-        """At most seven, at multiples of 1, 2 or 5 times a power of ten."""
+        """Returns at most seven ticks, at multiples of 1, 2 or 5 times a power of ten."""
         least = (self.high - self.low) / 6
         power = 10.0 ** math.floor(math.log10(least))
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
@@ -96,7 +96,7 @@ def loss_chart(run: Path, minibatches: int) -> LossChart | None:
 
 
 def _losses(path: Path, minibatches: int) -> Iterator[tuple[float, float]]:
-    """Epochs trained and the loss then, where it is finite."""
+    """Yields the epochs trained and the loss then, where it is finite."""
     with path.open(encoding="utf-8") as file:
         for each in map(json.loads, file):
             if math.isfinite(each["loss"]):
@@ -116,7 +116,7 @@ def _buckets(losses: Points) -> list[Points]:
 
 
 def _band(buckets: Sequence[Points]) -> Points:
-    """Around the buckets: along the highest losses, and back along the lowest."""
+    """Returns a line around the buckets: along the highest losses, and back along the lowest."""
     upper = [(fmean(x for x, _ in bucket), max(y for _, y in bucket)) for bucket in buckets]
     lower = [(fmean(x for x, _ in bucket), min(y for _, y in bucket)) for bucket in buckets]
     return [*upper, *reversed(lower)]

@@ -40,12 +40,12 @@ class Bar(NamedTuple):
 
 
 def measured_timeline(run: FinishedRun) -> str | None:
-    """The picture of the run; None if there is none."""
+    """Returns the picture of the run; None if there is none."""
     return _data_uri(run.job.run / TIMELINE)
 
 
 def expected_timeline(run: FinishedRun) -> str | None:
-    """The picture beside the plan; None if there is none, or it is of an earlier plan.
+    """Returns the picture beside the plan; None if there is none, or it is of an earlier plan.
 
     pd-optimize writes the picture after the plan.
     """
@@ -59,7 +59,7 @@ def expected_timeline(run: FinishedRun) -> str | None:
 
 
 def _data_uri(picture: Path) -> str | None:
-    """The picture with few colours, which takes a third of the bytes; None if it is still large."""
+    """Returns the picture with few colours, a third of the bytes; None if it is still large."""
     if not picture.is_file():
         return None
     from PIL import Image
@@ -75,7 +75,7 @@ def _data_uri(picture: Path) -> str | None:
 
 
 def bars(run: FinishedRun) -> list[Bar]:
-    """A bar for each rank, all of the same parts; of more than 32 ranks for evenly spaced ones."""
+    """Returns a bar for each rank, of the same parts; of more than 32 for evenly spaced ones."""
     ranks = sorted(workers_by_rank(run.job.plan.rank_assignment))
     shares = {rank: run.spent.shares(rank) for rank in evenly(ranks, _MOST_BARS)}
     colours = {

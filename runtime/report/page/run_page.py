@@ -52,7 +52,7 @@ def _render(parts: Mapping[str, Any]) -> str:
 
 
 def _parts(run: FinishedRun) -> dict[str, Any]:
-    """What the template shows, by its names there; None for what there is not."""
+    """Returns what the template shows, by its names there; None for what there is not."""
     job, epoch = run.job, run.summary["minibatches_per_epoch"]
     names = _attempt("names of layers", run.layer_names) or {
         node.id: node.id for node in job.plan.graph.nodes
@@ -77,20 +77,19 @@ def _parts(run: FinishedRun) -> dict[str, Any]:
             job.config.model_dump(mode="json", exclude_none=True), sort_keys=False
         ),
     }
-    made = {name: _attempt(name.replace("_", " "), make) for name, make in makers.items()}
-    return {**made, "job": job, "run": run, "finished": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
+    parts = {name: _attempt(name.replace("_", " "), make) for name, make in makers.items()}
+    return {**parts, "job": job, "run": run, "finished": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
 
 
 def _advice(run: FinishedRun) -> str | None:
-    """What would bring plan and run together."""
-    found, measured = run.comparison, run.measured
-    if found is None or measured is None:
+    """Returns what would bring plan and run together."""
+    if run.comparison is None or run.measured is None:
         return None
-    return " ".join(advice(found, measured, run.job.run))
+    return " ".join(advice(run.comparison, run.measured, run.job.run))
 
 
 def _attempt(part: str, make: Callable[[], _Part]) -> _Part | None:
-    """What `make` returns; None if it raises, whatever that is."""
+    """Returns what `make` returns; None if it raises, whatever that is."""
     try:
         return make()
     except Exception as error:

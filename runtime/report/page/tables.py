@@ -42,7 +42,7 @@ class Table:
 
     @property
     def headings(self) -> list[str]:
-        """Those of columns that are not empty in all rows."""
+        """Returns those of columns that are not empty in all rows."""
         return [name for name in self.rows[0] if any(row[name] for row in self.rows)]
 
 
@@ -50,7 +50,7 @@ class Table:
 
 
 def headline(run: FinishedRun) -> list[Figure]:
-    """The main figures, those that pd-train prints at the end among them."""
+    """Returns the main figures, those that pd-train prints at the end among them."""
     summary = run.summary
     figures = [*_speed(run), *_bubble(run), *_memory(run)]
     if summary["final_loss"] is not None:
@@ -89,7 +89,7 @@ def _memory(run: FinishedRun) -> Iterable[Figure]:
 
 
 def notes(run: FinishedRun) -> list[str]:
-    """Why figures of the plan are not for this run."""
+    """Returns why figures of the plan are not for this run."""
     job, lines = run.job, []
     if not run.job.has_planned_batch:
         lines.append(
@@ -108,21 +108,21 @@ def notes(run: FinishedRun) -> list[str]:
 
 
 def differences(run: FinishedRun) -> Table | None:
-    """Expected and measured time of a minibatch, and where the difference lies."""
-    found = run.comparison
-    if found is None:
+    """Returns expected and measured time of a minibatch, and where the difference lies."""
+    comparison = run.comparison
+    if comparison is None:
         return None
     parts = {
-        "a minibatch": found.whole,
-        f"stage {found.stage}, the busiest: compute": found.compute,
-        f"stage {found.stage}: messages, waiting": found.rest,
+        "a minibatch": comparison.whole,
+        f"stage {comparison.stage}, the busiest: compute": comparison.compute,
+        f"stage {comparison.stage}: messages, waiting": comparison.rest,
     }
     rows = [
         {
             "per minibatch": name,
             "expected": show_seconds(part.expected),
             "measured": show_seconds(part.measured),
-            "difference": f"{'+' if part.change >= 0 else '-'}{show_seconds(abs(part.change))}",
+            "difference": part.shown_change,
         }
         for name, part in parts.items()
     ]
@@ -130,7 +130,7 @@ def differences(run: FinishedRun) -> Table | None:
 
 
 def held_out(run: FinishedRun) -> Table | None:
-    """The metrics of held_out.jsonl by epoch; None without them."""
+    """Returns the metrics of held_out.jsonl by epoch; None without them."""
     path = run.job.run / "held_out.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     read = [json.loads(line) for line in evenly(lines, _EPOCHS)]
@@ -149,9 +149,9 @@ def held_out(run: FinishedRun) -> Table | None:
 
 
 def environment(run: FinishedRun) -> Table:
-    """Versions and devices, as rank 0 has them."""
+    """Returns versions and devices, as rank 0 has them."""
     cuda = run.job.device == "cuda"
-    found = {
+    facts = {
         "pipedream": metadata.version("pipedream"),
         "torch": torch.__version__,
         "Python": platform.python_version(),
@@ -160,7 +160,7 @@ def environment(run: FinishedRun) -> Table:
         "threads of an operator": str(torch.get_num_threads()),
         "workers": str(run.job.plan.workers),
     }
-    return Table([{"what": name, "is": value} for name, value in found.items()], ("what", "is"))
+    return Table([{"what": name, "is": value} for name, value in facts.items()], ("what", "is"))
 
 
 # Stages and layers
@@ -191,7 +191,7 @@ def stages(run: FinishedRun, names: Mapping[str, str], graph: Graph | None) -> T
 
 
 def _sent_bytes(graph: Graph, stage_of: Mapping[str, int]) -> Counter[int]:
-    """By stage, the outputs of a minibatch that later stages read."""
+    """Returns by stage the bytes of the outputs of a minibatch that later stages read."""
     sent = Counter[int]()
     for name, readers in graph.read_nodes:
         if any(stage_of[reader] > stage_of[name] for reader in readers):
@@ -200,13 +200,13 @@ def _sent_bytes(graph: Graph, stage_of: Mapping[str, int]) -> Counter[int]:
 
 
 def _span(stage: Stage, names: Mapping[str, str], inputs: Collection[str]) -> str:
-    """The first and the last node that compute anything."""
+    """Returns the first and the last node that compute anything."""
     nodes = [names[node] for node in stage.nodes if node not in inputs] or ["inputs"]
     return nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]}"
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Ascending numbers as `0-3, 6`."""
+    """Returns ascending numbers as `0-3, 6`."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and ranges[-1][-1] == rank - 1:
@@ -217,7 +217,7 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 def _pass_seconds(run: FinishedRun, stage: int) -> str:
-    """Forward plus backward on the slowest replica; on a GPU they are timed when launched."""
+    """Returns forward plus backward on the slowest replica; a GPU's are timed when launched."""
     if run.measured is None or run.measured.device != "cpu":
         return ""
     ranks = run.measured.of_stage(stage)
@@ -225,7 +225,7 @@ def _pass_seconds(run: FinishedRun, stage: int) -> str:
 
 
 def layers(run: FinishedRun, names: Mapping[str, str], graph: Graph | None) -> Table | None:
-    """The layers that take longest by the graph of the plan; None without one, or times."""
+    """Returns the layers that take longest by the graph of the plan; None without one, or times."""
     if graph is None:
         return None
     nodes = sorted(graph.nodes.values(), key=lambda node: -node.compute_seconds)
@@ -251,7 +251,7 @@ def layers(run: FinishedRun, names: Mapping[str, str], graph: Graph | None) -> T
 
 
 def ranks_time(run: FinishedRun) -> Table | None:
-    """What share of its time each rank spent on what; None if it was not recorded."""
+    """Returns what share of its time each rank spent on what; None if it was not recorded."""
     if not run.spent.seconds:
         return None
     rows = []
@@ -263,7 +263,7 @@ def ranks_time(run: FinishedRun) -> Table | None:
 
 
 def ranks_memory(run: FinishedRun) -> Table:
-    """Measured and planned memory of each rank, and what it held at once, of each of its stages."""
+    """Returns the memory of each rank, measured and planned, and what each stage held at once."""
     by_rank: dict[int, list[Mapping[str, Any]]] = {}
     for report in run.summary["ranks"]:
         by_rank.setdefault(report["rank"], []).append(report)
