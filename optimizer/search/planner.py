@@ -105,9 +105,14 @@ def check(request: Request) -> None:
     graph, rules, devices = request.planning, request.rules, request.cluster.devices
     if not graph.compute_seconds.sum() > 0:
         raise UserError("no node of the graph takes any time: measure the model with pd-profile")
-    if rules.straight and not rules.fewer_machines and devices > len(graph):
+    layers = None if request.latency is None else request.latency.layers
+    if layers is not None and layers < len(graph):
+        parts, what = layers, "layers"
+    else:
+        parts, what = len(graph), "nodes"
+    if rules.straight and not rules.fewer_machines and devices > parts:
         raise UserError(
-            f"--straight: {devices} devices but only {len(graph)} nodes, and each stage needs at"
+            f"--straight: {devices} devices but only {parts} {what}, and each stage needs at"
             " least one; give fewer --machines, or add --fewer-machines"
         )
 

@@ -271,6 +271,10 @@ WRONG = {
         ["--machines", "99", "--bandwidth", "1GB", "--straight"],
         "--straight: 99 devices but only 7 nodes",
     ),
+    "straight layers": (
+        [*LEVELS, "--straight", "--objective", "latency", "--microbatches", "4", "--layers", "3"],
+        "--straight: 4 devices but only 3 layers",
+    ),
     "no batch": ([*LEVELS, "--objective", "latency"], "add --microbatches B"),
     "no latency": ([*LEVELS, "--epsilon", "1"], "--epsilon needs --objective latency"),
     "stashing": (
