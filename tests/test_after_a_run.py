@@ -123,6 +123,7 @@ def test_the_next_plan_is_nearer_to_the_truth(folder: Path) -> None:
     assert corrected.fingerprint == plan.graph.fingerprint
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_stages_of_the_run_now_take_what_was_measured(folder: Path) -> None:
     optimize(folder, "profile/graph.txt --calibrate run -o better")
@@ -140,6 +141,7 @@ def test_stages_of_the_run_now_take_what_was_measured(folder: Path) -> None:
         assert backward == pytest.approx(rank.backward.median, abs=rounding)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_has_been_corrected_needs_no_correction(folder: Path) -> None:
     """Up to whole microseconds: the plan is the same, and so is the next."""

@@ -152,7 +152,7 @@ raise SystemExit('pd-train: no')
     assert capsys.readouterr().out == "epoch 1\npd-train: no\n"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_an_interrupted_run_has_the_time_to_save(tmp_path: Path, interrupts: int) -> None:
     """It was killed after a quarter of a second, without a checkpoint; now by a second one."""
@@ -192,6 +192,7 @@ sys.exit(130)
     assert ("KeyboardInterrupt" in problem.read_text()) == (interrupts == 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_from_a_model_to_a_trained_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -241,6 +241,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "expected"), WRONG, ids=[c for c, _ in WRONG])
 def test_one_line_says_what_is_wrong(command: str, expected: str, folder: Path) -> None:
@@ -305,6 +306,7 @@ WRONG_TOGETHER = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"), WRONG_TOGETHER, ids=[words for words, _ in WRONG_TOGETHER]
@@ -321,6 +323,7 @@ def without_progress(error: str) -> str:
     return "\n".join(line for line in lines if not line.startswith(("training: ", "epoch ")))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_programs_say_it_once_and_are_gone(folder: Path) -> None:
     words, expected = WRONG_TOGETHER[0]
@@ -337,7 +340,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_more_ranks_than_the_plan_has(launcher: str, folder: Path) -> None:
@@ -381,6 +384,7 @@ def test_a_worker_killed_in_training_is_named_and_nobody_is_left(folder: Path) -
     assert nobody_left(process.pid)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_workers_end_with_the_command_that_started_them(how: signal.Signals, folder: Path) -> None:

@@ -258,7 +258,7 @@ class NetworkCost(AllReduceAdded):
 
 
 COST_MODELS: dict[str, Callable[[float | None], CostModel]] = {
-    "network": lambda _: NetworkCost(),  # pd-optimize refuses --activation-compression here
+    "network": lambda _=None: NetworkCost(),  # pd-optimize refuses --activation-compression here
     "paper": PaperCost,
     "released": ReleasedCost,
     "measured": MeasuredCost,

@@ -151,13 +151,22 @@ def _plan(smoothed: bool, dropout: float = 0.0) -> Any:
     return make_plan(graph, cut(graph, 2), (1, 1), "flush")
 
 
+def _both(_: int, __: int, folder: Path, plans: Any, port: int) -> tuple[Any, list[Any]]:
+    """What one process and two ranks come to, forked off this one: the imports take seconds."""
+    _transformers()
+    import pipedream.adapters.transformers  # noqa: F401
+
+    (plain,) = run_processes(_plain, 1, folder, seconds=200.0, fork=True)
+    return plain, run_processes(_piped, 2, folder, plans, port, seconds=300.0, fork=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_what_trainer_does_is_done_on_two_ranks(tmp_path: Path) -> None:
     """Evaluation, metrics, predictions, smoothed labels, accumulation, the best model, resuming."""
-    (expected,) = run_processes(_plain, 1, tmp_path, seconds=200.0)
     plans = {False: _plan(False), True: _plan(True), "dropout": _plan(False, 0.1)}
-    results = run_processes(_piped, 2, tmp_path, plans, free_port(), seconds=300.0)
+    (both,) = run_processes(_both, 1, tmp_path, plans, free_port(), seconds=380.0)
+    expected, results = both
     assert results[0].pop("resumed") == results[1].pop("resumed")
     for told in results:
         for name, (log, metrics, predictions) in told.items():

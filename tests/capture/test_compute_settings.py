@@ -47,5 +47,6 @@ def test_freed_memory_is_used_again() -> None:
     assert pages_fetched() < PAGES / 10
 
 
+@pytest.mark.thorough
 def test_the_environment_has_the_last_word() -> None:
     assert pages_fetched(MALLOC_MMAP_THRESHOLD_="262144") > PAGES / 2

@@ -15,6 +15,7 @@ from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 
 
+@pytest.mark.thorough
 def test_the_mobile_network_has_the_published_size(nasnet_a: ModuleType) -> None:
     """5.3 million parameters (table 2 of the paper), in other libraries 5,289,978."""
     with torch.device("meta"):

@@ -107,6 +107,7 @@ def test_a_wrong_file_is_one_line(
     assert told in caught.value.message
 
 
+@pytest.mark.thorough
 def test_a_lower_precision_is_profiled_as_it_will_be_trained() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     threads = torch.get_num_threads()

@@ -119,6 +119,7 @@ def test_writes_graph_profile_and_picture_and_says_so(run: Run, tmp_path: Path) 
     assert "for a minibatch of 4" in out
 
 
+@pytest.mark.thorough
 def test_graph_txt_has_the_measured_milliseconds(run: Run, tmp_path: Path) -> None:
     assert run("users_net:net", "-o", "out", "--input", "3", "--repeats", "2")[0] == 0
     profile = read_profile(tmp_path / "out/profile.json")
@@ -146,6 +147,7 @@ def test_operators_take_what_their_layers_take(run: Run, tmp_path: Path) -> None
     assert read_operators(tmp_path / "again.json") == operators
 
 
+@pytest.mark.thorough
 def test_without_operators_it_says_why_and_leaves_no_old_ones(run: Run, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/operators.json").write_text("of an earlier run")
@@ -157,6 +159,7 @@ def test_without_operators_it_says_why_and_leaves_no_old_ones(run: Run, tmp_path
     assert (tmp_path / "out/profile.json").exists()
 
 
+@pytest.mark.thorough
 def test_run_config_says_batch_size_and_arguments(run: Run, tmp_path: Path) -> None:
     assert run("run.yaml", "-o", "out", "--repeats", "1")[0] == 0
     profile = read_profile(tmp_path / "out/profile.json")
@@ -166,6 +169,7 @@ def test_run_config_says_batch_size_and_arguments(run: Run, tmp_path: Path) -> N
     assert read_profile(tmp_path / "out/profile.json").nodes[0].outputs[0].shape == (2, 3)
 
 
+@pytest.mark.thorough
 def test_without_dot_one_line_tells(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +297,7 @@ PARAMETERS = {
 }  # as torchvision's documentation gives them
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_real_models_go_through(run: Run, tmp_path: Path, model: str) -> None:
@@ -367,6 +371,7 @@ def test_others_are_at_work_meanwhile_and_gone_afterwards(tmp_path: Path) -> Non
     assert not any(Path(f"/proc/{process}").exists() for process in seen)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_contending_process_that_fails_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(

@@ -22,6 +22,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_runs_in_one_folder_wrote_over_each_other(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]

@@ -123,7 +123,7 @@ THEN_DECAY = {"name": "ExponentialLR", "args": {"gamma": 0.8}}
 ONE_AFTER_ANOTHER = {"schedulers": [WARM_UP, THEN_DECAY], "milestones": [3]}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "scheduler",
@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_has_the_learning_rate_of_one_that_was_never_stopped(
         assert torch.equal(weights(begun)[name], tensor), name
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (1, 3, 2)], ids=str)
 def test_several_minibatches_make_an_update_without_a_flush(
@@ -262,6 +262,7 @@ def test_a_gradient_that_is_a_view_of_what_was_received_is_not_written_over(
     assert_same(job, expected, model, 1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_compiled_stage_learns_the_same(tmp_path: Path) -> None:
     noisy = {"model": "Noisy", "dtype": "float32", "data": CLASSES, "loss": "cross_entropy"}

@@ -89,6 +89,7 @@ def _plain(name: str) -> Any:
         return losses, norms, float(_mean_square(model.eval()(x), y)), model.state_dict()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Chain", "Tied", "FrozenFirst"])
 @pytest.mark.parametrize("replicas", [(1,), (1, 1), (2, 1), (1, 2)])
@@ -104,6 +105,7 @@ def test_a_loop_learns_what_the_plain_model_would(name: str, replicas: tuple[int
             torch.testing.assert_close(torch.from_numpy(weights[key]), tensor, rtol=0, atol=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_complex_weights_learn_what_the_plain_model_would() -> None:
     test_a_loop_learns_what_the_plain_model_would("Filtered", (2, 1))

@@ -314,6 +314,7 @@ def _on_one_rank(rank: int, ranks: int, plan: Plan, port: int) -> list[str]:
     return [*said, error.value.format_message()]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_change_on_one_rank_is_refused_on_all() -> None:
     """Ranks would wait for messages that nobody sends, or train two models."""

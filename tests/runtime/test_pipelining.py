@@ -72,53 +72,47 @@ def square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def run_stage(rank: int, processes: int, cases, port: int) -> list[dict[str, Any]]:
-    """Each case's gradients of this rank's stage, from torch's own 1F1B."""
+def run_stage(rank: int, processes: int, model, x, target, path, port: int) -> dict[str, Any]:
+    """The gradients of this rank's stage, from torch's own 1F1B."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=processes)
-    found = []
     try:
-        for model, x, target, path in cases:
-            part = x.chunk(MICROBATCHES)[0]
-            pipe = pipeline(model.train(), (part,), split_policy=split_policy(path))
-            assert pipe.num_stages == processes
-            stage = pipe.build_stage(rank, torch.device("cpu"))
-            schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=square)
-            if rank == 0:
-                schedule.step(x)
-            else:
-                schedule.step(target=target)
-            found.append(gradients(stage.submod))
+        part = x.chunk(MICROBATCHES)[0]
+        pipe = pipeline(model.train(), (part,), split_policy=split_policy(path))
+        assert pipe.num_stages == processes
+        stage = pipe.build_stage(rank, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=square)
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=target)
+        return gradients(stage.submod)
     finally:
         dist.destroy_process_group()
-    return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
-def test_two_processes_give_the_gradients_of_the_plain_model(tmp_path):
+@pytest.mark.parametrize("kind", [Skips, Chain, Towers, Transformer])
+def test_two_processes_give_the_gradients_of_the_plain_model(kind, tmp_path):
     torch.manual_seed(3)
-    rows, tokens = torch.randn(8, 6), torch.randint(0, 16, (8, 5))
-    cases = []
-    for model, x in ((Chain(), rows), (Skips(), rows), (Transformer(), tokens), (Towers(), rows)):
-        folder = tmp_path / type(model).__name__
-        folder.mkdir()
-        part = x.chunk(MICROBATCHES)[0]
-        target = torch.randn_like(model(x))
-        pieces = _right_tower_first if isinstance(model, Towers) else None
-        cases.append((model, x, target, profiled(model, part, folder, pieces)))
-    first, second = run_processes(run_stage, 2, cases, free_port(), seconds=60)
-    for (model, x, target, _), *stages in zip(cases, first, second, strict=True):
-        losses = [
-            square(model(part), wanted)
-            for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
-        ]
-        torch.stack(losses).mean().backward()
-        assert all(stages), "each stage has some parameters"
-        assert stages[0].keys().isdisjoint(stages[1])
-        plain, split = gradients(model), stages[0] | stages[1]
-        assert split.keys() == plain.keys()
-        for name in plain:
-            np.testing.assert_allclose(split[name], plain[name], rtol=1e-5, atol=1e-6)
+    model = kind()
+    x = torch.randint(0, 16, (8, 5)) if kind is Transformer else torch.randn(8, 6)
+    target = torch.randn_like(model(x))
+    pieces = _right_tower_first if kind is Towers else None
+    path = profiled(model, x.chunk(MICROBATCHES)[0], tmp_path, pieces)
+    stages = run_processes(run_stage, 2, model, x, target, path, free_port(), seconds=60)
+    losses = [
+        square(model(part), wanted)
+        for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
+    ]
+    torch.stack(losses).mean().backward()
+    assert all(stages), "each stage has some parameters"
+    assert stages[0].keys().isdisjoint(stages[1])
+    plain, split = gradients(model), stages[0] | stages[1]
+    assert split.keys() == plain.keys()
+    for name in plain:
+        np.testing.assert_allclose(split[name], plain[name], rtol=1e-5, atol=1e-6)
 
 
 def _right_tower_first(graph) -> list[list[str]]:

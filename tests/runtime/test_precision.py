@@ -152,6 +152,7 @@ def test_a_pipeline_learns_what_a_loop_under_autocast_does() -> None:
             assert torch.equal(torch.from_numpy(weight), plain)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
 def test_minibatches_of_any_shape_have_these_types(autocast: str) -> None:
     data = Data([Batch((x,), y) for n in (4, 3) for x, y in _batches(n)])

@@ -69,8 +69,9 @@ LAUNCHERS = {
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param(name, marks=pytest.mark.slow if words else ())
-        for name, words in LAUNCHERS.items()
+        "alone",
+        pytest.param("torchrun", marks=pytest.mark.slow),
+        pytest.param("mpirun", marks=pytest.mark.thorough),
     ],
 )
 def test_each_launcher_trains_the_plan(launcher: str, folder: Path) -> None:
@@ -88,6 +89,7 @@ def test_each_launcher_trains_the_plan(launcher: str, folder: Path) -> None:
     assert (folder / "run/timeline.png").stat().st_size > 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_on_one_machine_listens_on_the_loopback_alone(folder: Path) -> None:
     process = start(folder, TRAIN, VARIABLES)
@@ -100,6 +102,7 @@ def test_a_run_on_one_machine_listens_on_the_loopback_alone(folder: Path) -> Non
     assert all(map(is_loopback, addresses)), addresses
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_never_stopped(folder: Path) -> None:
     """Dropout, momentum and the order of the data go on as if nothing had happened."""
@@ -114,6 +117,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(folder: Path) -> None:
     assert losses(first) == losses(whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_was_missing_when_all_were_killed_at_the_end_is_made_up_for(folder: Path) -> None:
     """With the last checkpoint written and no summary, --resume said that all epochs were done:
@@ -140,6 +144,7 @@ def test_what_was_missing_when_all_were_killed_at_the_end_is_made_up_for(folder:
     assert not replace(export, epochs=3).is_finished
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_going_on_inside_an_epoch_is_the_run_that_was_never_stopped(folder: Path) -> None:
     """Replicas, a segment that is rounded up to whole updates, and losses told of later

@@ -227,12 +227,14 @@ UP_TO_FOUR = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weight-stashing", "vertical-sync"])
 def test_nobody_waits_in_the_steady_state(name):
     assert {pace(name, replicas) for replicas in UP_TO_FOUR} == {2}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_nobody_waits_with_2bw_whose_rounds_are_whole_turns():
     for replicas in UP_TO_FOUR:
@@ -242,6 +244,7 @@ def test_nobody_waits_with_2bw_whose_rounds_are_whole_turns():
         assert pace("2bw", replicas, turn * -(-most // turn)) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_nobody_waits_within_a_long_round_of_flush():
     for replicas in UP_TO_FOUR:
@@ -305,7 +308,7 @@ def test_what_workers_hold():
 # Soundness -------------------------------------------------------------------
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(20)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("first", [1, 2, 3, 4])
@@ -331,7 +334,7 @@ def test_sound_for_all_plans_of_six_stages(name, first):
             check(schedule(name, replicas, links, minibatches, microbatches))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sound_with_any_room(name):
@@ -341,6 +344,7 @@ def test_sound_with_any_room(name):
             check(schedule(name, replicas, chain(3), 19, 4, max_in_flight=max_in_flight))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -352,6 +356,7 @@ def test_sound_for_any_number_of_minibatches(name, stages):
             check(schedule(name, replicas, chain(stages), minibatches, microbatches))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sound_with_skips(name):

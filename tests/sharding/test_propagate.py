@@ -118,7 +118,7 @@ def test_heads_are_divided_if_the_fused_projection_is() -> None:
         assert {show_placements((each,)) for each in strategy.outputs} == {"S(1)"}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_without_requests_all_is_replicated(name: str) -> None:
     assignment = propagate(describe(traced_model(name).joint), mesh(2, 2), Requests())
@@ -128,7 +128,7 @@ def test_without_requests_all_is_replicated(name: str) -> None:
     }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_divided_batch_needs_no_more_than_gathering_everything(name: str) -> None:
     graph = describe(traced_model(name, means=False).joint)
@@ -265,7 +265,7 @@ MEGATRON = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_devices_compute_together_what_one_does(name: str, timed: bool) -> None:

@@ -22,7 +22,7 @@ from pipedream.sharding.rules.strategy import DivisionRule, Strategy
 R, P = Replicate(), Partial()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_operators_of_a_model_can_be_divided_so(name: str) -> None:
     for case in executed_in(traced_model(name)):
@@ -332,6 +332,7 @@ CASES: dict[str, Callable[[], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CASES)
 def test_operators_of_all_kinds_can_be_divided_so(name: str) -> None:
     torch.manual_seed(0)
@@ -462,6 +463,7 @@ WITHOUT_RULE = {"aten.bernoulli.p"}
 """Of the models above."""
 
 
+@pytest.mark.thorough
 def test_all_operators_of_the_models_have_rules() -> None:
     calls = [call for name in MODELS for call in describe(traced_model(name).joint).calls]
     without = {c.operator.target for c in calls if c.operator.family not in RULES}
@@ -478,6 +480,7 @@ def test_the_families_are_operators_of_torch() -> None:
     assert missing == set()
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("family", sorted(pointwise.rules()))
 def test_pointwise_operators_by_their_schemas(family: str) -> None:
     """Every overload that can be called with numbers between 0 and 1, broadcast."""

@@ -146,6 +146,7 @@ def learn(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, dict[str, Ten
     return returned, {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_users_model_at_two_batch_sizes(name: str) -> None:
     function, make = CASES[name]

@@ -52,6 +52,7 @@ def test_the_best_of_all_divisions_is_found_and_the_bound_holds(
     assert chosen.lower_bound_seconds <= best * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=examples(15))
 @given(graph=graphs(most=6), machines=st.sampled_from([(3,), (2, 2)]), data=st.data())
 def test_no_plan_of_a_formula_is_faster(graph, machines, data):

@@ -64,6 +64,7 @@ def seconds_of(outcome: Outcome) -> float:
     return simulated.seconds_per_minibatch
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("order", "devices", "nodes"),
     [
@@ -93,6 +94,7 @@ def test_the_best_of_all_cuts_is_found(order: str, devices: int, nodes: int, see
     assert chosen.plan.predicted.lower_bound_seconds <= best
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", [*ROUND_ORDERS, "best"])
 def test_every_order_makes_plans_that_are_sound(order: str) -> None:
     """As a run would have them, with replicas and without."""
@@ -111,6 +113,7 @@ def test_every_order_makes_plans_that_are_sound(order: str) -> None:
         check_ranks(schedule, actions, assignment)
 
 
+@pytest.mark.thorough
 def test_auto_is_never_slower_than_a_named_order_with_the_same_stages() -> None:
     for seed in range(4):
         wanted = request(chain(8, seed), 2, "auto", rules=Rules(straight=True))
@@ -139,6 +142,7 @@ def test_best_is_that_of_1f1b_where_that_is_faster() -> None:
     assert longer[0].seconds <= seconds_of(large)
 
 
+@pytest.mark.thorough
 def test_memory_is_that_of_all_stages_of_a_rank() -> None:
     """With as much as zb-v needs it is taken, with less v-half, which holds less, or recomputation;
     with next to nothing there is no plan.

@@ -50,6 +50,7 @@ def trains(plan: Plan, ends: tuple[str, ...] = ("b", "e")) -> bool:
     return len(stages) == 1 or rules.unshared("table", stages, ranks) is None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", ["weight-stashing", "vertical-sync", "flush", "2bw", "gpipe"])
 @pytest.mark.parametrize("bandwidth", [SLOW, FAST])
 def test_the_plan_of_every_schedule_can_be_trained(chain, schedule, bandwidth) -> None:

@@ -89,6 +89,7 @@ def test_the_graph_keeps_its_text_but_for_the_stages(tmp_path):
     assert after.fingerprint == before.fingerprint
 
 
+@pytest.mark.thorough
 def test_planning_a_planned_graph_again_gives_the_same(tmp_path):
     for source, target in ((TRANSLATION, "a"), (tmp_path / "a" / "graph.txt", "b")):
         assert pd_optimize(source, *LEVELS, "-o", tmp_path / target).returncode == 0
@@ -111,6 +112,7 @@ def test_the_plan_carries_its_simulated_time_and_timeline_draws_it(tmp_path):
     assert slower.seconds_per_minibatch > simulated.seconds_per_minibatch
 
 
+@pytest.mark.thorough
 def test_compare_prints_a_table_and_writes_it_and_the_timelines(tmp_path):
     done = pd_optimize(TRANSLATION, *LEVELS, "--compare", "--microbatches", "8", "-o", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -343,6 +345,7 @@ def test_planning_needs_no_torch(tmp_path):
     assert done.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.thorough
 def test_a_sweep_of_which_nothing_fits_says_so_without_a_warning(tmp_path):
     short = ("--machines", "2", "--bandwidth", "1GB", "--straight", "--sweep", "900..901")
     done = program(TRANSLATION, *short, "-o", tmp_path)
@@ -401,6 +404,7 @@ def test_the_folder_of_the_graph_will_do(tmp_path):
     assert (tmp_path / "plan/plan.json").exists()
 
 
+@pytest.mark.thorough
 def test_who_reads_only_the_first_line_has_a_plan_all_the_same(tmp_path):
     """`pd-optimize ... | head` ended before the plan was written, with a traceback."""
     command = [Path(sys.executable).with_name("pd-optimize"), TRANSLATION, *LEVELS, "-o", tmp_path]

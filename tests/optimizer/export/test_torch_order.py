@@ -119,6 +119,7 @@ def test_the_order_that_is_found_is_that_of_the_plans_times(planned: MakePlan) -
     assert narrow.csv.startswith("0F0,0B0,0F1")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("places", [2, 3, 4])
 @pytest.mark.parametrize("order", MAPS)
 def test_torch_loads_every_order(

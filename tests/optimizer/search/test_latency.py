@@ -138,6 +138,7 @@ def test_one_level_equals_brute_force(by_hand, graph, machines, model, rules, go
     check(by_hand, graph, machines, model, rules, goal, most_cuts=24)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @settings(max_examples=examples(300), deadline=None)
 @given(

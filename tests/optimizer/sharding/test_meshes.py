@@ -119,6 +119,7 @@ def test_products_are_divided_where_they_take_long(
     assert {sharding.work_share(call) for call in products} == {0.5}
 
 
+@pytest.mark.thorough
 def test_what_is_added_up_within_operators_counts(tmp_path: Path) -> None:
     """Batch norms of a divided minibatch: at their layers, and in the table of what is sent."""
     write_config(tmp_path, "Convolutions", dtype="float32", evaluate_every=None)
@@ -147,6 +148,7 @@ def test_what_is_added_up_within_operators_counts(tmp_path: Path) -> None:
     assert sum(int(str(cell)) for cell in numbers.cells) == len(sent)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "replicas", "ranks"),
     [
@@ -197,6 +199,7 @@ def test_the_report_says_what_is_placed_how(folder: Path) -> None:
     assert "all-reduce" in done.out
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -30,6 +30,7 @@ def chain(seed: int, replicas: tuple[int, ...], microbatches: int) -> tuple[Grap
     return graph, plan.model_copy(update={"schedule": "flush", "predicted": predicted})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),
     [((1, 1), 925), ((2,), 1395), ((3, 1), 1119), ((2, 2, 1), 648), ((1, 3), 1000), ((3, 2), 630)],

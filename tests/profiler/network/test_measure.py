@@ -230,6 +230,7 @@ def test_what_begins_in_a_step_is_spread_over_its_places() -> None:
     assert begun == [0, 2, 4]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_lost_rank_ends_it_with_one_line(tmp_path: Path) -> None:
     """Under no launcher, which would stop the others and tell of it itself."""

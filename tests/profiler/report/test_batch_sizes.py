@@ -75,7 +75,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return call
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [("run.yaml",), ("users_net:told",), ("users_net:net", "--input", "3")]
@@ -178,6 +178,7 @@ WRONG = {
 }
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_every_mistake_is_one_line_and_exit_code_2(run: Run, tmp_path: Path, wrong: str) -> None:
     (tmp_path / "used/batch-16").mkdir(parents=True)

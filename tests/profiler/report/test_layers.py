@@ -96,6 +96,7 @@ def test_a_bar_for_each_node_and_what_it_is_of(tmp_path: Path, drawn: list[Figur
     assert "a.b: Conv2d (89%)" in time.get_title(loc="left")
 
 
+@pytest.mark.thorough
 def test_of_many_nodes_modules_are_named(tmp_path: Path, drawn: list[Figure]) -> None:
     nodes = [layer(f"block{i}.{part}") for i in range(20) for part in range(20)]
     *_, last, _, _, _ = picture(profile(*nodes), tmp_path, drawn).axes
@@ -107,6 +108,7 @@ def test_of_many_nodes_modules_are_named(tmp_path: Path, drawn: list[Figure]) ->
     assert names == {9.5 + 20 * i: f"block{i}" for i in range(20)}
 
 
+@pytest.mark.thorough
 def test_names_never_touch(tmp_path: Path, drawn: list[Figure]) -> None:
     """All modules side by side: there is no room for all, and nothing to group them by."""
     figure = picture(profile(*(layer(str(i)) for i in range(400))), tmp_path, drawn)

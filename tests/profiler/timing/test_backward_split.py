@@ -99,6 +99,7 @@ def test_the_first_layer_has_no_gradients_of_inputs_and_others_have_both() -> No
     assert both(second)
 
 
+@pytest.mark.thorough
 def test_norms_and_recurrences_do_not_divide() -> None:
     first, norm, _, second = shares(pictures(), torch.randn(2, 2, 8, 8))
     assert (first, norm) == (0, 1)
@@ -129,6 +130,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
     assert biased.kept_bytes == 4 * 5 * 6, "of its gradients that of the bias needs no input"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
@@ -183,6 +185,7 @@ def test_a_node_that_cannot_be_cut_is_left_out() -> None:
     assert [split is None for split in found] == [False, True, False]
 
 
+@pytest.mark.thorough
 def test_without_memory_nodes_keep_the_same() -> None:
     real, bare = (
         load("torchvision:resnet18", {}, 2, ("3x32x32",), meta=meta) for meta in (False, True)

@@ -32,6 +32,7 @@ def passes(model: nn.Module, *inputs: torch.Tensor) -> tuple[Attributed, Graph]:
     return attribute(captured, inputs, CPU, nullcontext()), graph
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["mlp", "resnet18", "transformer, fused"])
 def test_those_of_a_pass_add_up_to_it(name: str) -> None:
     make, inputs = MODELS[name]

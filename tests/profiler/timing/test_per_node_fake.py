@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("source", MODELS)
 def test_what_nodes_keep_is_what_those_of_the_real_model_keep(source: str) -> None:
     args, inputs = MODELS[source]
@@ -44,6 +45,7 @@ def test_what_nodes_keep_is_what_those_of_the_real_model_keep(source: str) -> No
     )
 
 
+@pytest.mark.thorough
 def test_every_node_is_timed() -> None:
     loaded = load("torchvision:resnet18", {}, 2, ("3x32x32",), meta=True)
     settings = Settings("net", {}, 2, CPU, StoppingRule(1, 3), 1, meta=True)

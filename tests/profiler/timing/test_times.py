@@ -77,6 +77,7 @@ def timed(
     return {captured.graph.nodes[node].description: timing for node, timing in times.nodes.items()}
 
 
+@pytest.mark.one_in(2)
 def test_each_node_gets_its_own_time_forward_and_backward(way: Callable[..., Times]) -> None:
     timings = timed(way, Napping(), torch.ones(1, 3), repeats=9)
     asleep = timings.pop("Nap")
@@ -178,6 +179,7 @@ def test_a_loss_is_timed_by_itself() -> None:
     assert all(t.backward.median < BACKWARD / 2 for t in times.nodes.values())
 
 
+@pytest.mark.one_in(2)
 def test_warm_up_does_not_count(way: Callable[..., Times]) -> None:
     naps[:] = [0.3, 0.3, 0.001]
     assert timed(way, Napping(), torch.ones(1, 3), warmup=2)["Nap"].forward.median < 0.3
@@ -221,6 +223,7 @@ def test_spread_is_median_and_quartiles() -> None:
     assert Quartiles.of([1.0, 2.0]) == Quartiles(median=1.5, lower=1.25, upper=1.75)
 
 
+@pytest.mark.one_in(2)
 def test_inputs_take_no_time_and_a_node_without_gradient_no_backward(
     way: Callable[..., Times],
 ) -> None:
@@ -250,11 +253,13 @@ class Lookup(nn.Module):
         return self.rank(words.argmax(-1)) + words.sum(-1, keepdim=True)  # type: ignore[no-any-return]
 
 
+@pytest.mark.one_in(2)
 def test_whole_numbers_are_the_models_own(way: Callable[..., Times]) -> None:
     timings = timed(way, Lookup(), torch.tensor([[0, 1, 2, 2]]))
     assert timings["Embedding(4, 2)"].backward.median > 0
 
 
+@pytest.mark.one_in(2)
 def test_buffers_and_gradients_are_left_as_they_were(way: Callable[..., Times]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.5), nn.Flatten())
@@ -282,6 +287,7 @@ class Halting(nn.Module):
         return self.norm(x) + self.words(word)  # type: ignore[no-any-return]
 
 
+@pytest.mark.one_in(2)
 def test_buffers_are_left_as_they_were_also_when_a_node_fails(way: Callable[..., Times]) -> None:
     model = Halting()
     captured = capture(model, (torch.ones(4, 3), torch.tensor([1])))
@@ -304,11 +310,13 @@ class Several(nn.Module):
         return {"twice": self.dense(self.dense(out)), "pair": (hidden, y)}
 
 
+@pytest.mark.one_in(2)
 def test_layers_of_several_outputs_and_shared_weights(way: Callable[..., Times]) -> None:
     timings = timed(way, Several(), torch.ones(5, 2, 3), torch.ones(2))
     assert timings["LSTM(3, 4)"].backward.median > 0
 
 
+@pytest.mark.one_in(2)
 def test_progress_tells_how_far(way: Callable[..., Times]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     seen: list[float] = []
@@ -317,6 +325,7 @@ def test_progress_tells_how_far(way: Callable[..., Times]) -> None:
     assert seen == [0.25, 0.5, 0.75, 1.0]
 
 
+@pytest.mark.thorough
 def test_values_are_freed_when_the_last_reader_is_done() -> None:
     """A chain of 8 layers holds two values at a time, not eight."""
     model = nn.Sequential(*(nn.ReLU() for _ in range(8)))

@@ -199,6 +199,7 @@ def assert_same(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Chain", "Skips"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
@@ -218,6 +219,7 @@ def test_all_stages_on_one_rank_send_nothing() -> None:
     assert_as_plain("Skips", orders, run("Skips", orders))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "stages"), [("Chain", 2), ("Skips", 3)])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
@@ -229,6 +231,7 @@ def test_backward_passes_in_halves_learn_what_whole_ones_do(
     assert_as_plain(name, orders, run(name, orders, again))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule_name", ["weight-stashing", "2bw"])
 def test_a_version_of_the_weights_stays_until_the_second_half(schedule_name: str) -> None:

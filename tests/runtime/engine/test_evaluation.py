@@ -55,6 +55,7 @@ def test_it_is_what_the_plain_model_does(
     assert_as_plain(chosen, replicas, (torch.randn(4, 6),), tmp_path / "run")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_it_is_what_a_model_finds_that_returns_its_own_loss(tmp_path: Path) -> None:
     """A mean over all examples, of which the last minibatch has one."""
@@ -117,6 +118,7 @@ def test_a_metric_is_exact_over_a_smaller_last_minibatch() -> None:
     assert EvaluationTotals.result(sent) == {"held_out_loss": 1.0, "held_out_found": 0.2}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_was_not_tried_when_a_run_ended_is_tried_when_it_goes_on(tmp_path: Path) -> None:
     """A worker was killed between the checkpoint and the held-out data; the run goes on."""

@@ -153,6 +153,7 @@ def assert_same(one: OneRank, other: OneRank, **close: float) -> None:
     torch.testing.assert_close(one.state, other.state, **close)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_halves_as_programs_learn_what_whole_passes_under_autograd_do(
@@ -170,6 +171,7 @@ def test_halves_as_programs_learn_what_whole_passes_under_autograd_do(
 PLAIN = ["chain", "tied", "chunks", "convolution", "no gradient", "no gradient from a later stage"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PLAIN)
 def test_halves_learn_what_the_plain_model_does(name: str) -> None:
     make, stages = CASES[name]
@@ -190,6 +192,7 @@ def test_halves_learn_what_the_plain_model_does(name: str) -> None:
     torch.testing.assert_close(halves.state, state, **EXACT)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["chain", "batch norm", "dropout"])
 def test_a_whole_pass_of_a_worker_with_halves_is_both(name: str) -> None:
     """The first stage has halves of every other minibatch, the last one none."""
@@ -234,6 +237,7 @@ def test_random_numbers_are_those_of_a_pass_under_autograd_bit_for_bit() -> None
     assert not torch.equal(dropped[0], dropped[3])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["chain", "convolution", "dropout", "tied", "twice"])
 def test_autocast(name: str) -> None:
     """To the last bit, also where a weight is used twice: the trace casts it once, as autograd."""
@@ -252,7 +256,7 @@ def test_autocast(name: str) -> None:
     assert halves.obstacles == [None] * stages
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -292,6 +296,7 @@ def tree_loss(output: dict[str, tuple[Tensor, Tensor]], target: Tensor) -> Tenso
     return nn.functional.mse_loss(last + 0.5 * first, target)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_the_loss_of_a_tree_of_outputs(stages: int, scale: float) -> None:
@@ -386,6 +391,7 @@ def test_a_loss_without_gradient_changes_nothing() -> None:
     torch.testing.assert_close(halves.train().state, before, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_minibatches_of_several_shapes(recompute: bool) -> None:
     """Each has a program of its own; they share the statistics of batch norm."""

@@ -272,6 +272,7 @@ def test_recomputation_changes_nothing_batch_norm_moves_once(
     assert_equals_serial(jobs[1], serial, skip_stages, ("a", "b", "c"))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_recomputation_draws_the_same_random_numbers(tmp_path: Path) -> None:
     """Dropout and batch norm in a stage that recomputes: every bit is that of the plain run."""

@@ -231,6 +231,7 @@ def test_a_run_is_that_of_the_serial_reference(
             torch.testing.assert_close(tensor, ends[name], **near, msg=f"{case} {dtype} {name}")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_that_was_resumed_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
     """Checkpoints keep the last step, and how many updates the rate has been corrected for."""

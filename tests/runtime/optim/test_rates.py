@@ -86,7 +86,7 @@ def test_a_plateau_is_seen_by_all_ranks_as_by_the_plain_loop(metric: str, tmp_pa
         torch.testing.assert_close(weights(job)[name], tensor, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["loss", "held_out_loss"])
 def test_a_run_that_goes_on_has_seen_what_one_saw_that_was_never_stopped(

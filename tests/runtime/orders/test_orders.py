@@ -38,6 +38,7 @@ from pipedream.schedule.rank_maps import loop, vee
 TWICE_TWO = [[0], [1], [0], [1]]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("model", "ranks", "changes"),
     [
@@ -64,6 +65,7 @@ def test_several_stages_on_a_rank(
     assert norms == (dict.fromkeys(range(len(ranks)), 3) if "clip_norm" in changes else {})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("model", "stages"), [("Chain", 2), ("Chain", 3), ("Tied", 3)])
 def test_backward_passes_in_two_halves(tmp_path: Path, model: str, stages: int) -> None:
     """ZB-H1; the last of the rounds of five is smaller. The first and the last stage of Tied add up
@@ -76,7 +78,7 @@ def test_backward_passes_in_two_halves(tmp_path: Path, model: str, stages: int) 
     assert_as_plain(tmp_path, config)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", [{}, {"autocast": "bfloat16", "dtype": "float32"}])
 def test_halves_drop_what_whole_passes_drop(tmp_path: Path, changes: dict[str, object]) -> None:
     """With dropout, batch norm and a smaller last minibatch, on two replicas of the second stage;
@@ -132,6 +134,7 @@ def test_stages_that_share_a_rank_find_one_loss_scale(tmp_path: Path) -> None:
         assert 0 < skipped < 9
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_under_a_plan_of_another_order(tmp_path: Path) -> None:
     """And back: interleaved, then one stage with two replicas, then interleaved once more."""
     config = prepare(tmp_path, "Chain", "interleaved", TWICE_TWO, optimizer=ADAM)
@@ -263,6 +266,7 @@ def test_wrong_times_of_an_order_are_refused_in_one_line(
     assert len(done.error.strip().splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_an_order_to_be_found_without_times_takes_all_passes_for_alike(tmp_path: Path) -> None:
     changes = {"optimizer": ADAM, "evaluate_every": None, "epochs": 1}
     config = prepare(tmp_path, "Chain", "auto", on_ranks(loop(2, 2)), **changes)

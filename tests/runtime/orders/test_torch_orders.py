@@ -135,6 +135,7 @@ def assert_as_plain(*ranks: Gradients) -> None:
         np.testing.assert_allclose(gradient, expected[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_torch_runs_the_orders_to_the_gradients_of_the_plain_model(tmp_path: Path) -> None:
     cases = []
@@ -146,6 +147,7 @@ def test_torch_runs_the_orders_to_the_gradients_of_the_plain_model(tmp_path: Pat
         assert_as_plain(*both)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_files_of_an_export_are_all_that_torch_needs(tmp_path: Path) -> None:
     part = minibatch()[0].chunk(MICROBATCHES)[0]

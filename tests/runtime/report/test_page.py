@@ -303,6 +303,7 @@ def test_the_graph_and_the_profile_of_another_plan_are_not_shown(tmp_path: Path)
     assert "Other" not in page
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_large_pictures_become_small(tmp_path: Path) -> None:
     """The timelines of 32 stages take half a megabyte each, as they are drawn."""

@@ -30,6 +30,7 @@ assert abs(meter.bytes - 88 * MB) < 4 * MB, f"{meter.bytes}: what is still there
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_most_between_begin_and_end_with_what_was_there_before() -> None:
     done = subprocess.run(

@@ -113,7 +113,7 @@ def test_what_crosses_between_meshes(tmp_path: Path) -> None:
     assert_alike(tmp_path, "Perceptron", [replace(case, changes=changes) for case in cases])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["mse_loss", "sharded_models:rounded_down"])
 def test_losses(tmp_path: Path, loss: str) -> None:
     """One is part of the last stage's passes, one looks at values and is computed of the whole
@@ -244,6 +244,7 @@ def _placed(parameters: dict[str, str]) -> dict[str, object]:
     return {"placements": {"parameters": parameters}}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -65,7 +65,7 @@ REPLICAS = {
 }
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("name", PAIRS)
 def test_as_the_plain_model(tmp_path: Path, name: str) -> None:
     """Losses and weights of a loop without stages, whose two layers have one weight."""

@@ -81,6 +81,7 @@ cli.main(["plan.json", "--config", "run.yaml"])
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_all_workers_need_is_imported_once_and_no_gpu_used(folder: Path) -> None:
     """Each imported it by itself, for three seconds, and again at each restart."""

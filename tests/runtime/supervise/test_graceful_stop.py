@@ -227,6 +227,7 @@ def test_a_rank_that_cannot_ask_where_to_stop_goes_on() -> None:
     assert graceful_stop.at is None
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
     """torchrun passes it on to all ranks, and to the processes that read their data; they leave

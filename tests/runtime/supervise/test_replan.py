@@ -70,6 +70,7 @@ def rank_info(rank: int, workers: int, port: int = 0) -> RankInfo:
     return RankInfo(rank, workers, rank, workers, "127.0.0.1", port)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_workers_that_are_left(folder: Path) -> None:
     """Of three one is killed; later two are started. Losses are those of a run in which nothing
@@ -102,6 +103,7 @@ def test_a_run_goes_on_with_the_workers_that_are_left(folder: Path) -> None:
         torch.testing.assert_close(weights(found)[name], tensor, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_workers_are_too_few_from_the_beginning(folder: Path) -> None:
     train = ["pd-train", "plan/plan.json", "--config", "run.yaml", "-o", "run", "--workers", "1"]
@@ -120,6 +122,7 @@ def _train(rank: int, workers: int, job: Job, port: int) -> None:
     train(job, rank_info(rank, workers, port))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_workers_that_the_plan_does_not_use_leave(folder: Path) -> None:
     """Through a slow network one worker is better than two."""

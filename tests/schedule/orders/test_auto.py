@@ -60,6 +60,7 @@ def whole_seconds(spec: PipelineSpec, microbatches: int) -> float:
     return period(spec, order)
 
 
+@pytest.mark.thorough
 def test_never_slower_than_an_order_of_the_literature_that_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -80,6 +81,7 @@ def test_never_slower_than_an_order_of_the_literature_that_has_room(
     assert compared > 200
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("places", "rank_map", "microbatches"),
     [
@@ -120,6 +122,7 @@ def test_the_best_there_is_is_that_of_a_paper() -> None:
     assert shortest_round(spec, 4, most=100) == period(spec, literature(spec, 4)["zb-h1"]) == 13
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rank_map", [loop(3, 1), loop(2, 2), vee(3, 2), vee(2, 4), loop(2, 3)])
 def test_any_order_that_is_found_is_sound(rank_map: tuple[int, ...]) -> None:
     """With links that skip stages, replicas and a smaller last round."""

@@ -45,6 +45,7 @@ def checked(orders: Orders) -> None:
     check_ranks(orders.schedule, orders.actions, orders.assignment)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("places", range(1, 7))
 @pytest.mark.parametrize(("name", "stages_each"), EVERY)
 def test_sound_for_any_number_of_microbatches(name: str, stages_each: int, places: int) -> None:

@@ -105,6 +105,7 @@ def test_a_run_that_fails_says_so_to_its_writers(plan: Path, tmp_path: Path) -> 
     assert lines(tmp_path / "run/calls.jsonl")[-1] == ["end", None]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("metrics", "problem"),
