@@ -2,10 +2,11 @@
 
 What a pipeline learns is its schedule (`policy`); in which order a rank does the passes of its
 workers is another matter. An order is a generator of passes, around which `write_actions` writes
-the messages and updates; to add one, write such a generator and enter it in ORDERS. That of 1F1B is
-made by a list scheduler (`generate`), which follows the rules of the policy in a balanced pipeline:
-it fits any replica counts, and cannot deadlock, since everything could be done in that order. The
-others are in `orders`: for schedules with a flush, and for several stages on a rank.
+the messages and updates; to add one, write such a generator and enter it in LITERATURE
+(`orders.literature`). That of 1F1B is made by a list scheduler (`generate`), which follows the
+rules of the policy in a balanced pipeline: it fits any replica counts, and cannot deadlock, since
+everything could be done in that order. The others are in `orders`: for schedules with a flush, and
+for several stages on a rank.
 
 The engine executes `Schedule.actions`, the simulator times them, `checker` proves the lists sound.
 """

@@ -1,4 +1,4 @@
-"""The plans to begin with: of the searches under every cost model, and of no search at all."""
+"""The plans to begin with: of the searches under the cost models in MODELS, and of no search."""
 
 from __future__ import annotations
 

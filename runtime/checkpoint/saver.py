@@ -18,7 +18,7 @@ from pipedream.runtime.run.training_segment import Position
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 
-Part: TypeAlias = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
+CheckpointPart: TypeAlias = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
 """Of one stage: its parameters and buffers, and what its optimizer remembers."""
 
 
@@ -45,7 +45,7 @@ class Saver:
     failure: BaseException | None = field(default=None, init=False)
 
     def begin(
-        self, position: Position, parts: Mapping[int, Part], training: Mapping[str, Any]
+        self, position: Position, parts: Mapping[int, CheckpointPart], training: Mapping[str, Any]
     ) -> None:
         """Saves copies of the tensors, made at a moment when nothing is in flight on this rank.
 
@@ -70,7 +70,7 @@ class Saver:
             raise self.failure
 
     def _save(
-        self, position: Position, parts: Mapping[int, Part], training: Mapping[str, Any]
+        self, position: Position, parts: Mapping[int, CheckpointPart], training: Mapping[str, Any]
     ) -> None:
         try:
             for stage, part in parts.items():

@@ -142,7 +142,7 @@ class AutogradPasses(Passes):
     def backward(
         self, received: Mapping[str, Tensor], whole: RoundGradients | None = None
     ) -> dict[str, Tensor | None]:
-        """Returns a whole pass goes through the graph once, to received values and parameters."""
+        """A whole pass goes through the graph once, to received values and to parameters."""
         leaves = list(received.values())
         if whole is None:
             self._propagate(leaves, retain_graph=True)
@@ -158,7 +158,7 @@ class AutogradPasses(Passes):
                 self._propagate(parameters)
 
     def holds(self, tensor: Tensor, others: Iterable[Tensor]) -> bool:
-        """Returns the graph holds all."""
+        """The graph of autograd holds all that the passes need."""
         return True
 
     def _propagate(self, to: Sequence[Tensor], retain_graph: bool = False) -> None:
@@ -186,7 +186,7 @@ class ProgramPasses(Passes):
     def forward(
         self, tensors: Mapping[str, Tensor], known: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Returns the outputs are leaves of a loss."""
+        """The outputs are leaves, of which a loss is computed."""
         program, inputs = self.named.program, tuple(known[name] for name in self.named.inputs)
         state = self.stage_module.program.state(tensors, self.named)
         results, self.saved = program.forward(state, inputs, program.draw())
@@ -212,7 +212,7 @@ class ProgramPasses(Passes):
     def backward(
         self, received: Mapping[str, Tensor], whole: RoundGradients | None = None
     ) -> dict[str, Tensor | None]:
-        """Returns the received values may be outputs of the model themselves."""
+        """Received values may be outputs of the model themselves: their gradients are added."""
         program, gradients = self.named.program, self.gradients
         outputs = (self.named.outputs[number] for number in program.joint.differentiable)
         tangents = [gradients.get(name) for name in outputs]

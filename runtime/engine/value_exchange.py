@@ -21,7 +21,7 @@ from pipedream.schedule.channel import Channel
 from pipedream.sharding.tiles import TileTransfers, Transfer
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """A region of the value with this number in a message."""
 
     number: int
@@ -39,7 +39,7 @@ class DeviceMessages:
 
     crossings: tuple[Crossing, ...]
     regions: tuple[Region, ...]
-    parts: Mapping[int, tuple[Part, ...]]
+    parts: Mapping[int, tuple[MessagePart, ...]]
     gathers: tuple[tuple[Transfer, ...], ...]
 
     @staticmethod
@@ -72,7 +72,7 @@ class DeviceMessages:
     @property
     def is_direct(self) -> bool:
         """Whether all that the device holds comes from one other device."""
-        whole = tuple(Part(number, region) for number, region in enumerate(self.regions))
+        whole = tuple(MessagePart(number, region) for number, region in enumerate(self.regions))
         return list(self.parts.values()) == [whole] and not any(self.gathers)
 
     def check(self, action: Action, values: Sequence[Tensor]) -> None:
@@ -94,13 +94,13 @@ class DeviceMessages:
 
 def _parts(
     transfers: Sequence[TileTransfers], receives: bool, device: int
-) -> dict[int, tuple[Part, ...]]:
-    parts: dict[int, list[Part]] = {}
+) -> dict[int, tuple[MessagePart, ...]]:
+    parts: dict[int, list[MessagePart]] = {}
     for number, of_value in enumerate(transfers):
         for each in of_value.sends:
             here, there = (each.target, each.source) if receives else (each.source, each.target)
             if here == device:
-                parts.setdefault(there, []).append(Part(number, each.region))
+                parts.setdefault(there, []).append(MessagePart(number, each.region))
     return {there: tuple(parts[there]) for there in sorted(parts)}
 
 

@@ -17,7 +17,7 @@ from pipedream.capture.programs.loss_end import Target
 from pipedream.graph.command import write_whole
 from pipedream.graph.placements.regions import Region
 from pipedream.runtime.checkpoint.files import copied, load_model
-from pipedream.runtime.checkpoint.saver import Part
+from pipedream.runtime.checkpoint.saver import CheckpointPart
 from pipedream.runtime.local.captures import Captures
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
@@ -166,7 +166,7 @@ class LocalStage:
         """Fills its parameters and buffers with those of a checkpoint. Raises UserError."""
         load_model(path, self.saved, self.region, self.whole_shape)
 
-    def part_of_checkpoint(self) -> Part | None:
+    def part_of_checkpoint(self) -> CheckpointPart | None:
         """Copies of the whole parameters and buffers, and of what the optimizer remembers of them,
         if this rank writes them. Called by all devices of a mesh at the same time, which gather one
         tensor after the other.

@@ -15,7 +15,7 @@ _AS_EXPECTED = 0.05
 
 
 @dataclass(frozen=True)
-class Part:
+class Seconds:
     """Seconds per minibatch of the pipeline, expected and measured."""
 
     expected: float
@@ -40,10 +40,10 @@ class Comparison:
     what they spent on messages, sums and waiting.
     """
 
-    whole: Part
+    whole: Seconds
     stage: int
-    compute: Part
-    rest: Part
+    compute: Seconds
+    rest: Seconds
 
     @property
     def as_expected(self) -> bool:
@@ -61,9 +61,9 @@ def compare(run: MeasuredRun) -> Comparison | None:
     if run.schedule != run.plan.schedule or run.plan.batch_size not in (None, run.batch_size):
         return None
     stage, busy = run.slowest
-    whole = Part(expected, run.seconds_per_minibatch)
-    compute = Part(min(expected, _busy_as_planned(run.plan)[stage]), busy)
-    rest = Part(whole.expected - compute.expected, max(0.0, whole.measured - compute.measured))
+    whole = Seconds(expected, run.seconds_per_minibatch)
+    compute = Seconds(min(expected, _busy_as_planned(run.plan)[stage]), busy)
+    rest = Seconds(whole.expected - compute.expected, max(0.0, whole.measured - compute.measured))
     return Comparison(whole, stage, compute, rest)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "include_num_input_tokens_seen": True,
     },
 }
+
+
+RESUMED = "resumed"
+"""A run with dropout that goes on from its checkpoint."""
 
 
 def _transformers() -> Any:
@@ -121,26 +126,19 @@ def _resumed(make: Callable[..., Any], folder: Path) -> list[float]:
     return losses[0]
 
 
-def _plain(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    trainer = _transformers().Trainer
-    return {name: _train(trainer, folder / "plain", name) for name in CASES}
+def _plain(rank: int, ranks: int, folder: Path, name: str) -> Any:
+    return _train(_transformers().Trainer, folder / "plain", name)
 
 
-def _piped(rank: int, ranks: int, folder: Path, plans: Any, port: int) -> dict[str, Any]:
+def _piped(rank: int, ranks: int, folder: Path, name: str, plan: Any, port: int) -> Any:
     os.environ |= RankInfo(rank, ranks, rank, ranks, "127.0.0.1", port).variables()
     _transformers()
-    from functools import partial
-
     from pipedream.adapters.transformers import PipelineTrainer
 
-    told = {}
-    for name, case in CASES.items():
-        plan = plans["label_smoothing_factor" in case]
-        make = partial(PipelineTrainer, plan=plan, microbatches=2)
-        told[name] = _train(make, folder / "piped", name)
-    make = partial(PipelineTrainer, plan=plans["dropout"], microbatches=2)
-    told["resumed"] = _resumed(make, folder)
-    return told
+    make = partial(PipelineTrainer, plan=plan, microbatches=2)
+    if name == RESUMED:
+        return _resumed(make, folder)
+    return _train(make, folder / "piped", name)
 
 
 def _plan(smoothed: bool, dropout: float = 0.0) -> Any:
@@ -151,28 +149,35 @@ def _plan(smoothed: bool, dropout: float = 0.0) -> Any:
     return make_plan(graph, cut(graph, 2), (1, 1), "flush")
 
 
-def _both(_: int, __: int, folder: Path, plans: Any, port: int) -> tuple[Any, list[Any]]:
-    """What one process and two ranks come to, forked off this one: the imports take seconds."""
+def _results(_: int, __: int, folder: Path, name: str, plan: Any, port: int) -> tuple[Any, Any]:
+    """What two ranks and one process come to, forked off this one: the imports take seconds."""
     _transformers()
     import pipedream.adapters.transformers  # noqa: F401
 
-    (plain,) = run_processes(_plain, 1, folder, seconds=200.0, fork=True)
-    return plain, run_processes(_piped, 2, folder, plans, port, seconds=300.0, fork=True)
+    piped = run_processes(_piped, 2, folder, name, plan, port, seconds=200.0, fork=True)
+    if name == RESUMED:
+        return piped, None
+    (plain,) = run_processes(_plain, 1, folder, name, seconds=100.0, fork=True)
+    return piped, plain
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_what_trainer_does_is_done_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*CASES, RESUMED])
+def test_what_trainer_does_is_done_on_two_ranks(name: str, tmp_path: Path) -> None:
     """Evaluation, metrics, predictions, smoothed labels, accumulation, the best model, resuming."""
-    plans = {False: _plan(False), True: _plan(True), "dropout": _plan(False, 0.1)}
-    (both,) = run_processes(_both, 1, tmp_path, plans, free_port(), seconds=380.0)
-    expected, results = both
-    assert results[0].pop("resumed") == results[1].pop("resumed")
-    for told in results:
-        for name, (log, metrics, predictions) in told.items():
-            plain_log, plain_metrics, plain_predictions = expected[name]
-            assert len(log) == len(plain_log), name
-            for here, there in zip(log, plain_log, strict=True):
-                assert here == pytest.approx(there, rel=1e-6, abs=1e-6), name
-            assert metrics == pytest.approx(plain_metrics, rel=1e-6, abs=1e-6), name
-            np.testing.assert_allclose(predictions, plain_predictions, atol=1e-5)
+    smoothed = "label_smoothing_factor" in CASES.get(name, {})
+    plan = _plan(smoothed, dropout=0.1 if name == RESUMED else 0.0)
+    (results,) = run_processes(_results, 1, tmp_path, name, plan, free_port(), seconds=320.0)
+    piped, plain = results
+    if name == RESUMED:
+        assert piped[0] == piped[1]
+        return
+    plain_log, plain_metrics, plain_predictions = plain
+    for log, metrics, predictions in piped:
+        assert len(log) == len(plain_log)
+        for here, there in zip(log, plain_log, strict=True):
+            assert here == pytest.approx(there, rel=1e-6, abs=1e-6)
+        assert metrics == pytest.approx(plain_metrics, rel=1e-6, abs=1e-6)
+        np.testing.assert_allclose(predictions, plain_predictions, atol=1e-5)

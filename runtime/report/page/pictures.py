@@ -24,7 +24,7 @@ _COLOURS = 64
 _MOST_BARS = 32
 
 
-class Part(NamedTuple):
+class BarPart(NamedTuple):
     """A part of a bar, of this share of its length."""
 
     name: str
@@ -36,7 +36,7 @@ class Bar(NamedTuple):
     """What a rank spent its time on."""
 
     rank: int
-    parts: list[Part]
+    parts: list[BarPart]
 
 
 def measured_timeline(run: FinishedRun) -> str | None:
@@ -84,6 +84,6 @@ def bars(run: FinishedRun) -> list[Bar]:
         if any(each[name] for each in shares.values())
     }
     return [
-        Bar(rank, [Part(name, each[name], colour) for name, colour in colours.items()])
+        Bar(rank, [BarPart(name, each[name], colour) for name, colour in colours.items()])
         for rank, each in shares.items()
     ]
