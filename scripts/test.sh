@@ -41,6 +41,7 @@ check() {
     check ruff format --quiet --check
     check mypy -p pipedream
     check lint-imports --no-logo
+    export SITE_IN_FULL=false
     check scripts/docs.sh
     [ -z "${failed:-}" ] || { echo "test.sh: failed: $failed" && exit 1; }
 ) >"$output" 2>&1 &

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
+from mkdocs.utils import yaml_load
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -30,7 +30,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    nav = yaml_load((ROOT / "mkdocs.yml").read_text())["nav"]
     assert sorted(pages_of(nav)) == [str(path.relative_to(DOCS)) for path in PAGES]
 
 
