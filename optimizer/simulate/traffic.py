@@ -151,7 +151,8 @@ def _sums(
     count = {WHOLE: len(program.workers), **dict(enumerate(map(len, ranks)))}
     members = np.array([count[stage] for stage in program.stage.tolist()], dtype=np.int64)
     number = np.repeat(np.arange(len(parts)), np.diff(first))
-    stream, size, latency, busy, begins = columns
+    # A column lies in memory otherwise than an array: the kernels would be compiled for both.
+    stream, size, latency, busy, begins = map(np.ascontiguousarray, columns)
     return Sums(len(program.link) + first, members, number, begins), (
         stream.astype(np.int64),
         size,
