@@ -43,6 +43,7 @@ def pages_fetched(**environment: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.thorough
 def test_freed_memory_is_used_again() -> None:
     assert pages_fetched() < PAGES / 10
 

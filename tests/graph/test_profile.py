@@ -37,6 +37,7 @@ def measured() -> Measured:
     return measure(Loaded(Tied(), (torch.tensor([[1, 2, 3], [0, 0, 5]]),)), settings)
 
 
+@pytest.mark.thorough
 def test_profile_has_what_graph_txt_has_no_room_for(measured: Measured) -> None:
     graph, profile = measured.graph, measured.profile
     assert [node.id for node in profile.nodes] == list(graph.nodes)

@@ -129,6 +129,7 @@ def test_graph_txt_has_the_measured_milliseconds(run: Run, tmp_path: Path) -> No
         assert written.backward_seconds == pytest.approx(node.backward_seconds.median, abs=6e-7)
 
 
+@pytest.mark.thorough
 def test_operators_take_what_their_layers_take(run: Run, tmp_path: Path) -> None:
     args = ("users_net:net", "-o", "out", "--input", "3", "--batch-size", "4", "--repeats", "2")
     assert run(*args)[0] == 0

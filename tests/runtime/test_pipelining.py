@@ -91,7 +91,7 @@ def run_stage(rank: int, processes: int, model, x, target, path, port: int) -> d
         dist.destroy_process_group()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Skips, Chain, Towers, Transformer])
 def test_two_processes_give_the_gradients_of_the_plain_model(kind, tmp_path):
@@ -138,6 +138,7 @@ def test_batch_norm_keeps_its_statistics_with_it(tmp_path):
     assert pipe.num_stages == 2
 
 
+@pytest.mark.thorough
 def test_another_model_is_refused(tmp_path):
     path = profiled(Skips(), torch.randn(4, 6), tmp_path)
     with pytest.raises(UserError, match=r"export-torch\.json: operator \w+ is not in the model"):

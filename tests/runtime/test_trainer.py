@@ -69,7 +69,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize(
     "launcher",
     [
-        "alone",
+        pytest.param("alone", marks=pytest.mark.thorough),
         pytest.param("torchrun", marks=pytest.mark.slow),
         pytest.param("mpirun", marks=pytest.mark.thorough),
     ],
@@ -194,7 +194,7 @@ def test_a_run_that_fails_leaves_nothing_frozen(monkeypatch: pytest.MonkeyPatch)
     assert gc.get_freeze_count() <= before
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["alone", "torchrun"])
 def test_a_run_goes_on_when_a_worker_was_killed(launcher: str, folder: Path) -> None:

@@ -161,6 +161,7 @@ def test_code_of_the_users_is_refused() -> None:
         attributed(Averaging(Doubled.apply), (torch.randn(2, 4),))
 
 
+@pytest.mark.thorough
 def test_the_model_stays_as_it_was() -> None:
     make, inputs = ALL["resnet18"]
     model = make()

@@ -28,6 +28,7 @@ def request(graph, devices, bandwidth=1e9, **settings):
     return Request(graph, cluster, NetworkCost(), **settings)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @settings(deadline=None, max_examples=examples(15))
 @given(

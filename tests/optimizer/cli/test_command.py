@@ -97,6 +97,7 @@ def test_planning_a_planned_graph_again_gives_the_same(tmp_path):
     assert first == second
 
 
+@pytest.mark.thorough
 def test_the_plan_carries_its_simulated_time_and_timeline_draws_it(tmp_path):
     done = pd_optimize(TRANSLATION, *LEVELS, "--timeline", "-o", tmp_path)
     assert done.returncode == 0
@@ -124,6 +125,7 @@ def test_compare_prints_a_table_and_writes_it_and_the_timelines(tmp_path):
     assert (tmp_path / "compare.png").exists()
 
 
+@pytest.mark.thorough
 def test_sweep_prints_a_table_and_writes_it_and_the_picture(tmp_path):
     done = pd_optimize(TRANSLATION, *LEVELS, "--sweep", "1..6", "-o", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

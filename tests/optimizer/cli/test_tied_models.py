@@ -44,7 +44,7 @@ def loss(output, target):
 """
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_default_plan_trains(tmp_path: Path, frozen: bool) -> None:

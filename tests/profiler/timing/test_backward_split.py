@@ -130,7 +130,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
     assert biased.kept_bytes == 4 * 5 * 6, "of its gradients that of the bias needs no input"
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "shape"),
     [

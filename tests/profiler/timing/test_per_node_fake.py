@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", MODELS)
 def test_what_nodes_keep_is_what_those_of_the_real_model_keep(source: str) -> None:
     args, inputs = MODELS[source]

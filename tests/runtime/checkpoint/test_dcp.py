@@ -118,7 +118,7 @@ def test_a_plain_loop_takes_what_a_pipeline_exports(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["fused"] is None
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_a_run_goes_on_from_a_plain_loop_as_the_loop_would(

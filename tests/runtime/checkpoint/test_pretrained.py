@@ -83,6 +83,7 @@ def test_all_weights_are_there(architecture: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "model/config.json").read_text())["use_cache"] is True
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_pipeline_s_tied_weights_are_there(tmp_path: Path) -> None:
     first = job("gpt2", tmp_path / "run")

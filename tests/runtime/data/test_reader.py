@@ -115,7 +115,7 @@ def test_a_thread_reads_what_takes_long(seconds: float, monkeypatch: pytest.Monk
     assert dataset.threads == threads
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
 def test_a_run_on_a_stream_goes_on_at_the_same_example(

@@ -231,7 +231,7 @@ def test_backward_passes_in_halves_learn_what_whole_ones_do(
     assert_as_plain(name, orders, run(name, orders, again))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule_name", ["weight-stashing", "2bw"])
 def test_a_version_of_the_weights_stays_until_the_second_half(schedule_name: str) -> None:

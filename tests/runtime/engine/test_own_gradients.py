@@ -75,6 +75,7 @@ def config(model: str, args: dict[str, Any], data: str, loss: str) -> RunConfig:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["inside", "outside"])
 def test_gradients_are_those_of_the_plain_model(loss: str, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def plain_loop(job: Job) -> tuple[list[float], nn.Module, set[float]]:
     return found, model, rates
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["loss", "held_out_loss"])
 def test_a_plateau_is_seen_by_all_ranks_as_by_the_plain_loop(metric: str, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_halves_drop_what_whole_passes_drop(tmp_path: Path, changes: dict[str, o
     torch.testing.assert_close(one, other, rtol=0.0, atol=close)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["2bw", "weight-stashing"])
 def test_stages_that_share_a_rank_learn_what_they_do_on_ranks_of_their_own(
     tmp_path: Path, schedule: str

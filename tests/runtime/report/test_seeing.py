@@ -48,6 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     return folder / "run", done
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_trace_has_every_action_of_every_epoch(run):
     folder, _ = run

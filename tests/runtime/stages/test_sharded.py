@@ -45,11 +45,12 @@ MESHES = {
 """In the last one minibatches are divided along the first axis."""
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("model", "meshes"),
     [
-        ("Perceptron", list(MESHES)),
+        ("Perceptron", ["two", "two by two"]),
+        ("Perceptron", ["four", "one by four"]),
         ("VGG", list(MESHES)),
         ("Fused", ["four", "two by two"]),
         ("Separate", ["two by two"]),

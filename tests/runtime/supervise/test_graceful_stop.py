@@ -127,6 +127,7 @@ def test_a_stopped_flush_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) 
         torch.testing.assert_close(weights(job)[name], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_asked_while_held_out_data_are_tried_it_stops_before_the_next_epoch(tmp_path: Path) -> None:
     job = job_for("weight-stashing", False, tmp_path / "run")

@@ -79,6 +79,7 @@ def test_a_writer_is_told_everything(plan: Path, tmp_path: Path) -> None:
     assert {"samples per second", "busy share/rank 1", "memory in bytes/rank 0"} <= known[-1].keys()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_writer_that_fails_is_left_out(plan: Path, tmp_path: Path) -> None:
     """The run is the one without it; another writer goes on."""
