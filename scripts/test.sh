@@ -26,8 +26,6 @@ compile_kernels() {
     "${plan[@]}" >/dev/null && "${plan[@]}" --objective latency --microbatches 4 >/dev/null
 }
 
-# The other checks run beside the tests, which leave cores idle while processes wait for each other.
-# Their output is printed after that of the tests.
 scratch=$(mktemp -d)
 output=$scratch/output
 trap 'rm -rf "$scratch"' EXIT
@@ -35,7 +33,19 @@ check() {
     echo "== $*"
     "$@" || failed="${failed:-}$1 "
 }
+
+# Eight minutes of two cores are 960 s. Parts, and all, take what they take.
+budget=960 options=(-n 3 --dist worksteal --durations 40)
+[ $# -eq 0 ] || budget=
+case "${1:-}" in
+--quick) shift && options+=(-m "not slow") ;;
+--all) shift && export PIPEDREAM_TESTS=all ;;
+esac
+
+# These run beside the tests, which leave cores idle while processes wait for each other.
+# Their output is printed after that of the tests.
 (
+    [ $# -ne 0 ] || check compile_kernels
     [ -z "${torch_version:-}" ] || exit 0
     check ruff check --quiet
     check ruff format --quiet --check
@@ -46,14 +56,6 @@ check() {
     [ -z "${failed:-}" ] || { echo "test.sh: failed: $failed" && exit 1; }
 ) >"$output" 2>&1 &
 
-# Eight minutes of two cores are 960 s. Parts, and all, take what they take.
-budget=960 options=(-n 3 --dist worksteal --durations 40)
-[ $# -eq 0 ] || budget=
-case "${1:-}" in
---quick) shift && options+=(-m "not slow") ;;
---all) shift && export PIPEDREAM_TESTS=all ;;
-esac
-[ $# -ne 0 ] || check compile_kernels
 check pytest "${options[@]}" "$@"
 wait $! || failed="${failed:-}checks "
 cat "$output"

@@ -359,6 +359,7 @@ def path() -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_worker_killed_in_training_is_named_and_nobody_is_left(folder: Path) -> None:
     process = start(

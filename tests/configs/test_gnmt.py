@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from types import ModuleType
 
 import torch
@@ -55,6 +57,7 @@ def test_no_word_sees_what_follows_it_and_each_sees_the_whole_source(gnmt: Modul
     assert (model(other, read) - logits).abs().amax(-1).gt(0).all()
 
 
+@pytest.mark.thorough
 def test_each_layer_is_a_node(gnmt: ModuleType) -> None:
     (source, read), _ = gnmt.data()[0][0]
     inputs = source.expand(2, -1), read.expand(2, -1)

@@ -123,7 +123,7 @@ THEN_DECAY = {"name": "ExponentialLR", "args": {"gamma": 0.8}}
 ONE_AFTER_ANOTHER = {"schedulers": [WARM_UP, THEN_DECAY], "milestones": [3]}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "scheduler",

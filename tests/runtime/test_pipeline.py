@@ -89,7 +89,7 @@ def _plain(name: str) -> Any:
         return losses, norms, float(_mean_square(model.eval()(x), y)), model.state_dict()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Chain", "Tied", "FrozenFirst"])
 @pytest.mark.parametrize("replicas", [(1,), (1, 1), (2, 1), (1, 2)])

@@ -129,6 +129,7 @@ def _right_tower_first(graph) -> list[list[str]]:
     return [[n for n in graph.order if n in first], [n for n in graph.order if n not in first]]
 
 
+@pytest.mark.thorough
 def test_batch_norm_keeps_its_statistics_with_it(tmp_path):
     model, x = Normed(), torch.randn(8, 6)
     path = profiled(model, x, tmp_path)

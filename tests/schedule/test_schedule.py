@@ -334,7 +334,7 @@ def test_sound_for_all_plans_of_six_stages(name, first):
             check(schedule(name, replicas, links, minibatches, microbatches))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sound_with_any_room(name):

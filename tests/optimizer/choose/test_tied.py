@@ -61,6 +61,7 @@ def test_the_plan_of_every_schedule_can_be_trained(chain, schedule, bandwidth) -
         assert other.plan is None or trains(other.plan), other.name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [PaperCost(), NetworkCost()])
 def test_so_can_those_of_the_formulas_and_of_all_searches(chain, model) -> None:
     wanted = replace(request(chain, bandwidth=SLOW, devices=3), model=model)

@@ -333,6 +333,7 @@ def test_help_loads_neither_torch_nor_numpy():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.thorough
 def test_planning_needs_no_torch(tmp_path):
     code = (
         "import sys; from pipedream.optimizer.cli.command import main\n"

@@ -90,6 +90,7 @@ def blocks_of(plan: Plan, folder: Path) -> list[int]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_split_is_priced_trained_and_has_the_memory_of_its_own_stages(folder: Path) -> None:
     """One, two, two and three blocks, for which plan.json had to be edited by hand."""

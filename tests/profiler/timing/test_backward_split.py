@@ -200,6 +200,7 @@ def test_without_memory_nodes_keep_the_same() -> None:
     }
 
 
+@pytest.mark.thorough
 def test_a_profile_has_halves_that_add_up() -> None:
     loaded = Loaded(Attention(), (torch.randn(2, 5, 8),))
     profile = measure(loaded, Settings("attention", {}, 2, CPU, StoppingRule(1, 2), 1)).profile

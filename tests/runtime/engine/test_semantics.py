@@ -215,6 +215,7 @@ def test_the_skip_is_a_link_of_its_own_past_the_second_stage() -> None:
     assert set(links(interfaces(captured, plan))) == {(0, 1), (0, 2), (1, 2)}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_whole_numbers_and_truth_values_go_from_stage_to_stage(tmp_path: Path) -> None:
     """An order and a mask have no gradient to come back; on one worker they go nowhere."""
@@ -250,7 +251,7 @@ def test_batch_norm_statistics_move_with_their_replica_and_are_averaged_when_sav
     assert_equals_serial(job, serial, chain_stages, ("an", "c"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["weight-stashing", "gpipe"])
 def test_recomputation_changes_nothing_batch_norm_moves_once(
