@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from types import ModuleType
 
+import pytest
 import torch
 
 from pipedream.capture.export import capture
