@@ -28,8 +28,12 @@ from pipedream.runtime.trainer import train
 _FIRST = RankInfo(0, 1, 0, 1, "", 0)
 
 
-def run_jobs(jobs: Sequence[Job], seconds: float = 100.0) -> None:
-    """Trains each job; one of few workers on the first of the processes."""
+def run_jobs(jobs: Sequence[Job], seconds: float | None = None) -> None:
+    """Trains each job; one of few workers on the first of the processes.
+
+    `seconds` to do it in: on an idle machine some jobs on meshes take twenty each.
+    """
+    seconds = seconds or min(280.0, 60.0 + 40.0 * len(jobs))
     ports = [free_port() for _ in jobs]
     run_processes(_capture_and_train, 1, jobs, ports, seconds, seconds=seconds)
 
