@@ -31,6 +31,7 @@ FOLDERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=[each.name for each in FOLDERS])
 def test_every_benchmark_finds_what_it_imports(folder: Path) -> None:
     """Four of them did not, after files were renamed."""

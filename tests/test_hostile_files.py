@@ -118,6 +118,7 @@ def in_a_line(name: str) -> str:
     return " ".join(name.replace(" -- ", " - ").split())
 
 
+@pytest.mark.slow
 def test_names_of_layers_are_only_text() -> None:
     Path("graph.txt").write_text(graph_of(NAMES), encoding="utf-8")
     asked = ["pd-optimize", "graph.txt", "--machines", "4", "--bandwidth", "1GB/s", "-o", "plan"]

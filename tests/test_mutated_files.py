@@ -20,6 +20,7 @@ def test_the_whole_file_is_read(name: str, tmp_path: Path) -> None:
     assert read_mutated(READERS[name], whole_file(name), tmp_path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", READERS)
 def test_a_mutated_file_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:

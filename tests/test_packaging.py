@@ -26,6 +26,7 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transform
 """
 
 
+@pytest.mark.slow
 def test_planning_and_the_schedule_import_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True
@@ -33,6 +34,7 @@ def test_planning_and_the_schedule_import_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 def test_help_answers_at_once(tool: str) -> None:
     """By its seconds of a core: on a busy machine it waits for one, for seconds at times."""

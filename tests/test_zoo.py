@@ -14,6 +14,7 @@ QUICK = ("2 stages, halves",)
 """The way that touches most: capture, a cut, messages, and programs."""
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", ZOO)
 def test_a_module_is_trained_right_or_refused(name: str) -> None:

@@ -28,6 +28,7 @@ def _trainer() -> tuple[Any, Any]:
     return TrainingArguments, PipelineTrainer
 
 
+@pytest.mark.slow
 def test_every_field_is_listed_once() -> None:
     """This fails when transformers adds a field: then decide what becomes of it."""
     TrainingArguments, _ = _trainer()

@@ -181,6 +181,7 @@ def run_by_nodes(captured: Captured, x: Tensor) -> Tensor:
     return values[captured.outputs[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_the_gradients_are_those_of_the_plain_model(use: str) -> None:
     """torch.export follows the forward pass only: straight-through gradients came out as zeros."""

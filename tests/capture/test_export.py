@@ -176,6 +176,7 @@ def test_writes_behind_the_back_of_autograd_stay_in_one_node() -> None:
     assert descriptions(captured).count("InPlace") == 2
 
 
+@pytest.mark.slow
 def test_boolean_masks_of_an_encoder_leave_its_layers_apart() -> None:
     """They become `zeros_like().masked_fill_()`, of which views are read later."""
 
@@ -220,6 +221,7 @@ def enqueue(self: Any, y: Tensor) -> None:
     self.at[0] = (self.at[0] + len(y)) % 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -288,6 +290,7 @@ def test_state_that_would_be_lost_is_refused() -> None:
             capture(Within(change), (torch.randn(3, 4),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(1, 3), (3, 1)])
 def test_one_example_gives_the_graph_of_several(order: tuple[int, int]) -> None:
     """`contiguous()` of the rest of a row does something only if there are several rows."""

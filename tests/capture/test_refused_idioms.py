@@ -413,6 +413,7 @@ def line_of(function: Idiom) -> int:
     return marked[0] if marked else Model.forward.__code__.co_firstlineno
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("idiom", "told"), IDIOMS, ids=[function.__name__ for function, _ in IDIOMS]
 )

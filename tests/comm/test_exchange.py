@@ -56,6 +56,7 @@ def exchanges(rank: int, ranks: int, port: int) -> int:
     return right
 
 
+@pytest.mark.slow
 def test_what_is_sent_comes() -> None:
     right = run_processes(exchanges, RANKS, free_port())
     assert right == [RANKS * ROUNDS] * RANKS
@@ -70,6 +71,7 @@ def sums(rank: int, ranks: int, port: int) -> list[list[float]]:
     return [through_memory.flatten().tolist(), group.add_up(local).flatten().tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_have_the_same_bits_either_way(ranks: int) -> None:
     results = [each for of_rank in run_processes(sums, ranks, free_port()) for each in of_rank]
@@ -100,6 +102,7 @@ def loses_one(rank: int, ranks: int, port: int) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_is_a_lost_peer() -> None:
     told, _ = run_processes(loses_one, 2, free_port())
     assert told == "another rank of the mesh does not answer"

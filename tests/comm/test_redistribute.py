@@ -149,6 +149,7 @@ def check_redistribution(case: Redistributed, by_rank: list[Any]) -> None:
     assert sum(step.bytes for step in steps) <= sum(step.bytes for step in straight), case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [40, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_random_cases_by_four_processes(cases: int) -> None:
     """Compared with the whole arrays. Every other one goes by messages, the rest through memory."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 
+@pytest.mark.slow
 def test_the_images_are_scaled_and_shaped_as_documented(digits_cnn: ModuleType) -> None:
     train, held_out = digits_cnn.data()
     assert (len(train), len(held_out)) == (1437, 360)

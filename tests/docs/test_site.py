@@ -42,6 +42,7 @@ def pages_of(entry: Any) -> Iterator[str]:
             yield from pages_of(part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TEXTS, ids=named)
 def test_links_lead_to_files_and_symbols(path: Path) -> None:
     for text, target in LINK.findall(without_code(path.read_text())):

@@ -70,6 +70,7 @@ def graphs(draw: st.DrawFn, decimals: int = 1) -> Graph:
     return Graph(nodes, tuple(edges), decimals)
 
 
+@pytest.mark.slow
 @given(graphs())
 def test_a_graph_written_and_read_is_the_same_graph(graph: Graph) -> None:
     again = parse_graph(format_graph(graph))
@@ -78,6 +79,7 @@ def test_a_graph_written_and_read_is_the_same_graph(graph: Graph) -> None:
     assert again.fingerprint == graph.fingerprint
 
 
+@pytest.mark.slow
 @given(graphs(decimals=3))
 def test_sizes_with_three_decimals_stay_so(graph: Graph) -> None:
     text = format_graph(graph)

@@ -56,6 +56,7 @@ def test_profile_has_what_graph_txt_has_no_room_for(measured: Measured) -> None:
     assert sum("words.weight" in node.parameters for node in profile.nodes) == 2
 
 
+@pytest.mark.slow
 def test_profile_agrees_with_the_graph(measured: Measured) -> None:
     graph, profile = measured.graph, measured.profile
     assert profile.graph_fingerprint == graph.fingerprint

@@ -101,6 +101,7 @@ def test_panels_share_a_scale_and_a_legend(texts):
     assert texts.count("forward") == 1
 
 
+@pytest.mark.slow
 def test_only_so_many_ranks_are_drawn(tmp_path, texts):
     draw(played((40, 1), 4), tmp_path / "timeline.png", "wide")
     assert "wide, all 4 minibatches (32 of 41 ranks)" in texts

@@ -86,6 +86,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return call
 
 
+@pytest.mark.slow
 def test_writes_graph_profile_and_picture_and_says_so(run: Run, tmp_path: Path) -> None:
     code, out, err = run(
         "users_net:net", "-o", "a/b", "--input", "3", "--arg", "layers=2", "--batch-size", "4"

@@ -232,6 +232,7 @@ class Scaled(nn.Module):
         return self.a(x) * self.scales[1]
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_change_is_captured_once() -> None:
     """It was captured in each call, since the capture itself had put copies of its lists there."""
     torch.manual_seed(0)

@@ -74,6 +74,7 @@ def _computed(captured: Captured, x: Tensor) -> dict[str, torch.dtype]:
     return {node.name: node.meta["computed"] for node in known if node.name in captured.values}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [None, "bfloat16", "float16"])
 def test_a_capture_knows_the_types_that_are_computed(autocast: str | None) -> None:
     """Whatever is set around the capture: a training loop's own autocast, say."""
@@ -152,6 +153,7 @@ def test_a_pipeline_learns_what_a_loop_under_autocast_does() -> None:
             assert torch.equal(torch.from_numpy(weight), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
 def test_minibatches_of_any_shape_have_these_types(autocast: str) -> None:

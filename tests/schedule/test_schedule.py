@@ -430,6 +430,7 @@ def test_long_epoch_on_ten_workers_is_quick():
     assert time.process_time() - began < 10
 
 
+@pytest.mark.slow
 def test_needs_no_torch():
     code = "import sys, pipedream.schedule.checker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

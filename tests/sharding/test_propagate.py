@@ -196,6 +196,7 @@ def test_the_time_of_operators_keeps_them_divided() -> None:
     assert free == timed or "S" not in show_placements(free.inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

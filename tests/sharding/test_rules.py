@@ -22,6 +22,7 @@ from pipedream.sharding.rules.strategy import DivisionRule, Strategy
 R, P = Replicate(), Partial()
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_operators_of_a_model_can_be_divided_so(name: str) -> None:
@@ -332,6 +333,7 @@ CASES: dict[str, Callable[[], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CASES)
 def test_operators_of_all_kinds_can_be_divided_so(name: str) -> None:
@@ -470,6 +472,7 @@ def test_all_operators_of_the_models_have_rules() -> None:
     assert without == WITHOUT_RULE
 
 
+@pytest.mark.slow
 def test_a_description_survives_as_json() -> None:
     graph = describe(traced_model("transformer, separate").joint)
     assert OperatorGraph.model_validate_json(graph.model_dump_json()) == graph
@@ -480,6 +483,7 @@ def test_the_families_are_operators_of_torch() -> None:
     assert missing == set()
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("family", sorted(pointwise.rules()))
 def test_pointwise_operators_by_their_schemas(family: str) -> None:

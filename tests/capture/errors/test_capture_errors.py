@@ -215,6 +215,7 @@ def lines_of(function: Callable[..., Any]) -> set[int]:
     return marked | ({forward, forward + 1} if alone or not marked else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "told"), GALLERY, ids=[function.__name__ for function, _ in GALLERY]
 )

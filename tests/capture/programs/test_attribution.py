@@ -71,6 +71,7 @@ def counted(operators: Iterable[Operator]) -> Counter[str]:
     return Counter(each.target for each in operators if each.family not in LAYOUT)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ALL)
 def test_operators_are_of_the_node_that_has_them_alone(name: str) -> None:
@@ -123,6 +124,7 @@ def test_a_sum_of_gradients_is_of_the_node_that_gives_the_last() -> None:
     assert captured.module_paths[whole.nodes[sum_]] == "bend"
 
 
+@pytest.mark.slow
 def test_random_numbers_are_inputs_as_in_a_run() -> None:
     make, inputs = MODELS["transformer, fused"]
     _, whole = attributed(make(), inputs())

@@ -12,6 +12,7 @@ from pipedream.capture.programs.description import describe
 from pipedream.graph.placements.operators import flops
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_products_convolutions_and_attention(name: str) -> None:

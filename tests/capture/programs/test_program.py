@@ -187,6 +187,7 @@ def by_autograd(
     return output.detach(), own.grad, learned
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_passes_give_what_autograd_gives(name: str) -> None:
@@ -216,6 +217,7 @@ def test_the_passes_give_what_autograd_gives(name: str) -> None:
         torch.testing.assert_close(weights[which], tensor.detach(), **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gates", "in place", "picked"])
 def test_nothing_is_written_but_buffers(name: str) -> None:

@@ -318,6 +318,7 @@ def test_torchvision_model_without_download(monkeypatch: pytest.MonkeyPatch) -> 
     assert loaded.model(*loaded.args)["out"].shape == (2, 3, 32, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "args", "shape"),
     [

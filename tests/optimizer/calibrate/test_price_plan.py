@@ -35,6 +35,7 @@ def clusters(draw):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(
     graphs(7),

@@ -97,6 +97,7 @@ def test_the_schedule_asked_for_is_kept_and_others_are_reported(make_graph):
     assert [each.schedule for each in flushed.schedules] == ["weight-stashing", "2bw"]
 
 
+@pytest.mark.slow
 def test_memory_limits_what_is_chosen(make_graph):
     graph = chain(make_graph)
     free = choose(request(graph, 3, 1e10))

@@ -94,6 +94,7 @@ def test_the_best_of_all_cuts_is_found(order: str, devices: int, nodes: int, see
     assert chosen.plan.predicted.lower_bound_seconds <= best
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", [*ROUND_ORDERS, "best"])
 def test_every_order_makes_plans_that_are_sound(order: str) -> None:
@@ -127,6 +128,7 @@ def test_auto_is_never_slower_than_a_named_order_with_the_same_stages() -> None:
                 assert found.seconds <= named.seconds * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_best_is_that_of_1f1b_where_that_is_faster() -> None:
     """Data parallelism, say: no pipeline of two or more places is as fast without parameters."""
     small = chain(6, parameters=0.0)

@@ -37,6 +37,7 @@ def pd_optimize(*arguments, cwd="."):
     return subprocess.CompletedProcess(words, end.value.code, out.getvalue(), error.getvalue())
 
 
+@pytest.mark.slow
 def test_writes_plan_graph_and_picture_and_prints_a_table(tmp_path):
     done = program(TRANSLATION, *LEVELS, "-o", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
@@ -82,6 +83,7 @@ def test_the_next_command_names_the_run_config_that_was_profiled(tmp_path, monke
     assert after == "Next: pd-train plan/plan.json --config run.yaml"
 
 
+@pytest.mark.slow
 def test_the_graph_keeps_its_text_but_for_the_stages(tmp_path):
     pd_optimize(TRANSLATION, *LEVELS, "-o", tmp_path)
     before, after = read_graph(TRANSLATION), read_graph(tmp_path / "graph.txt")
@@ -135,6 +137,7 @@ def test_sweep_prints_a_table_and_writes_it_and_the_picture(tmp_path):
     assert (tmp_path / "sweep.png").exists()
 
 
+@pytest.mark.slow
 def test_flags_reach_the_planner(tmp_path):
     shared = ("--machines", "4", "--bandwidth", "1GB", "-o", tmp_path)
     flags = ("--cost-model", "released", "--activation-compression", "2", "--straight")
@@ -150,6 +153,7 @@ def test_flags_reach_the_planner(tmp_path):
     assert read_plan(tmp_path / "plan.json").workers < 4
 
 
+@pytest.mark.slow
 def test_latency_reaches_the_planner_and_the_plan(tmp_path):
     shared = (TRANSLATION, *LEVELS, "-o", tmp_path, "--objective", "latency")
     done = pd_optimize(*shared, "--microbatches", "8", "--epsilon", "0.001", "--layers", "4")
@@ -161,6 +165,7 @@ def test_latency_reaches_the_planner_and_the_plan(tmp_path):
     assert "per batch" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_export_lies_beside_the_plan_and_needs_the_profile(tmp_path):
     shutil.copy(TRANSLATION, tmp_path / "graph.txt")
     arguments = (tmp_path / "graph.txt", *LEVELS, "--export", "torch", "-o", tmp_path)
@@ -190,6 +195,7 @@ def test_an_export_names_the_order_beside_it(make_graph, tmp_path):
     assert (order["file"], order["microbatches"]) == ("export-torch.csv", 4)
 
 
+@pytest.mark.slow
 def test_by_default_the_plan_lies_beside_the_graph(tmp_path):
     shutil.copy(TRANSLATION, tmp_path / "graph.txt")
     assert pd_optimize(tmp_path / "graph.txt", *LEVELS).returncode == 0
@@ -199,6 +205,7 @@ def test_by_default_the_plan_lies_beside_the_graph(tmp_path):
 CLUSTERS = Path(__file__).parents[3] / "configs" / "clusters"
 
 
+@pytest.mark.slow
 def test_a_cluster_file_is_planned_for_and_lies_in_the_plan(tmp_path):
     from pipedream.graph.cluster import read_cluster
 
@@ -418,6 +425,7 @@ def test_who_reads_only_the_first_line_has_a_plan_all_the_same(tmp_path):
     assert (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.slow
 def test_devices_that_are_faster_than_the_one_profiled(tmp_path):
     """`What would I get on 16 GPUs` had no answer without one of them."""
     asked = (TRANSLATION, "--machines", "2", "--bandwidth", "1TB")

@@ -47,6 +47,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_the_same_is_asked_again(graph, options):
     cluster = ("--machines", "2,2", "--bandwidth", "1GB,500MB", "--latency", "1us,1ms")
@@ -130,6 +131,7 @@ def test_kinds_are_those_of_the_first_devices():
     assert all(remaining(cluster, count).devices == count for count in range(1, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

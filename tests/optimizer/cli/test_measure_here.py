@@ -33,6 +33,7 @@ def test_plans_for_the_links_between_two_workers_here(tmp_path):
     assert "Assumed: links" not in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -48,6 +49,7 @@ def test_what_is_wrong_is_said_before_measuring(tmp_path, command, message):
     assert "Measuring" not in done.error
 
 
+@pytest.mark.slow
 def test_a_failed_measurement_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"pd-profile --network failed: .*file") as raised:

@@ -100,6 +100,7 @@ microbatch: (16 / size + 3) (3 + size). Bubbles cost the large ones, calls the s
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["latency", "flush", "gpipe"])
 def test_of_a_settled_update_one_between_is_best(curve, run, objective):
     folder = curve(OVERHEAD, lambda size: 3 + size, output=1e-9)
@@ -124,6 +125,7 @@ def test_a_size_that_does_not_divide_the_update_is_left_out(curve, run):
     assert read_plan(folder / "plan" / "plan.json").batch_size == 4
 
 
+@pytest.mark.slow
 def test_the_plan_can_be_made_again_and_is_the_one_of_its_size(curve, run, tmp_path):
     folder = curve([1, 2], lambda size: 5 + size)
     assert run(folder, *STRAIGHT, "-o", tmp_path / "a")[0] == 0

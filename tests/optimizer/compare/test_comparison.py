@@ -34,6 +34,7 @@ def test_the_name_of_a_schedule_is_not_broken(request_of):
     assert text.getvalue().count("weight-stashing") == 4
 
 
+@pytest.mark.slow
 def test_six_plans_each_with_both_times(request_of):
     contenders = compare(request_of(), 6, None)
     frame = comparison_frame(contenders).set_index("plan")

@@ -63,6 +63,7 @@ def test_what_is_forgotten_only_loosens_the_bounds(graph, most_states):
     assert set(known) <= set(cuts.downsets)
 
 
+@pytest.mark.slow
 def test_branches_are_not_multiplied(make_graph):
     # Ten chains of six nodes side by side: 7**10 downsets, of which the lightest at any compute
     # time finish one branch after another. The first node of each is fat, its last thin.

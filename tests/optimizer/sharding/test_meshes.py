@@ -63,6 +63,7 @@ def optimize(folder: Path, *options: str) -> Plan:
     return read_plan(folder / "plan/plan.json")
 
 
+@pytest.mark.slow
 def test_one_device_is_what_it_was(profiled: tuple[Graph, Profile, OperatorProfile]) -> None:
     """On a mesh of one device all shards are the whole, and nothing is sent."""
     graph, profile, _ = profiled
@@ -73,6 +74,7 @@ def test_one_device_is_what_it_was(profiled: tuple[Graph, Profile, OperatorProfi
     assert sharding.teams == FOUR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
 def test_a_device_has_the_regions_of_its_parameters(
     profiled: tuple[Graph, Profile, OperatorProfile], mesh: Mesh
@@ -148,6 +150,7 @@ def test_what_is_added_up_within_operators_counts(tmp_path: Path) -> None:
     assert sum(int(str(cell)) for cell in numbers.cells) == len(sent)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "replicas", "ranks"),
@@ -181,6 +184,7 @@ def test_plans_for_teams(
     assert plan.predicted.one_worker_seconds == pytest.approx(alone)
 
 
+@pytest.mark.slow
 def test_a_plan_for_teams_trains(folder: Path) -> None:
     """From the profile to a trained model, with no more than the commands."""
     optimize(folder, "--mesh", "2", "--straight", *SHARD_WORDS)
@@ -190,6 +194,7 @@ def test_a_plan_for_teams_trains(folder: Path) -> None:
     assert all(map(math.isfinite, losses))
 
 
+@pytest.mark.slow
 def test_the_report_says_what_is_placed_how(folder: Path) -> None:
     words = ["--mesh", "2", *SHARD_WORDS]
     done = typed(folder, ["pd-optimize", "graph.txt", *OPTIONS, "-o", "plan", *words])
@@ -199,6 +204,7 @@ def test_the_report_says_what_is_placed_how(folder: Path) -> None:
     assert "all-reduce" in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "told"),
@@ -232,6 +238,7 @@ def test_mistakes_are_told_in_one_line(folder: Path, options: list[str], told: s
     assert told in line, line
 
 
+@pytest.mark.slow
 def test_operators_are_needed_and_have_to_be_of_the_graph(folder: Path, tmp_path: Path) -> None:
     for name in ("graph.txt", "profile.json"):
         (tmp_path / name).write_text((folder / name).read_text())
@@ -267,6 +274,7 @@ def test_faster_devices_compute_faster_and_send_as_before(
     assert fast.flops_per_second == pytest.approx(10 * same.flops_per_second)
 
 
+@pytest.mark.slow
 def test_the_report_of_faster_devices(folder: Path) -> None:
     """What takes a tenth is computing alone, also in the picture; graph.txt stays as profiled."""
     plan = optimize(folder, "--mesh", "2", *SHARD_WORDS, "--speed", "10")
@@ -290,6 +298,7 @@ def test_devices_of_a_team_are_alike(profiled: tuple[Graph, Profile, OperatorPro
         ModelSharding.of((2,), SHARDS, profiled[2], four.model_copy(update={"kinds": faster}))
 
 
+@pytest.mark.slow
 def test_the_picture_says_how_parameters_are_divided(folder: Path) -> None:
     optimize(folder, "--mesh", "2", *SHARD_WORDS)
     text = next((folder / "plan").glob("graph.[gs]v*")).read_text()

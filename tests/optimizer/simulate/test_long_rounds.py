@@ -30,6 +30,7 @@ def chain(seed: int, replicas: tuple[int, ...], microbatches: int) -> tuple[Grap
     return graph, plan.model_copy(update={"schedule": "flush", "predicted": predicted})
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),

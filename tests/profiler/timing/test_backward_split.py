@@ -91,6 +91,7 @@ def both(share: float) -> bool:
     return 0 < share < 1
 
 
+@pytest.mark.slow
 def test_the_first_layer_has_no_gradients_of_inputs_and_others_have_both() -> None:
     first, act, second = shares(
         nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(64, 64)
@@ -110,6 +111,7 @@ def test_norms_and_recurrences_do_not_divide() -> None:
     assert 0 < found[1] <= 1
 
 
+@pytest.mark.slow
 def test_an_embedding_has_gradients_of_weights_alone() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Dropout(0.5), nn.Linear(4, 9))
     words, drop, last = shares(model, torch.randint(0, 9, (3, 5)))
@@ -117,6 +119,7 @@ def test_an_embedding_has_gradients_of_weights_alone() -> None:
     assert both(last)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_have_no_gradients() -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
     model[1].requires_grad_(False)
@@ -161,6 +164,7 @@ def test_what_nodes_keep_is_what_the_program_of_a_stage_holds(
     assert sum(found[name].kept_bytes for name in nodes) + given.nbytes == sum(held.values())
 
 
+@pytest.mark.slow
 def test_equal_layers_are_cut_once_and_others_are_not() -> None:
     layers = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 6)]
     layers[3].weight.requires_grad_(False)
@@ -171,6 +175,7 @@ def test_equal_layers_are_cut_once_and_others_are_not() -> None:
     assert len(kinds) == 4, "the first, whose input wants no gradient, and three others"
 
 
+@pytest.mark.slow
 def test_weights_and_statistics_are_left_as_they_were() -> None:
     model = pictures()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -179,6 +184,7 @@ def test_weights_and_statistics_are_left_as_they_were() -> None:
         assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_be_cut_is_left_out() -> None:
     with patch.object(backward_split, "traced_program", side_effect=RuntimeError):
         found = splits(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.randn(5, 6))

@@ -32,6 +32,7 @@ def passes(model: nn.Module, *inputs: torch.Tensor) -> tuple[Attributed, Graph]:
     return attribute(captured, inputs, CPU, nullcontext()), graph
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["mlp", "resnet18", "transformer, fused"])
 def test_those_of_a_pass_add_up_to_it(name: str) -> None:
@@ -47,6 +48,7 @@ def test_those_of_a_pass_add_up_to_it(name: str) -> None:
         assert total == pytest.approx(own.backward_seconds if backward else own.forward_seconds)
 
 
+@pytest.mark.slow
 def test_the_larger_product_takes_longer() -> None:
     large = called("aten.mm.default", (256, 256), (256, 256))
     small = called("aten.mm.default", (256, 256), (256, 2))
@@ -54,6 +56,7 @@ def test_the_larger_product_takes_longer() -> None:
     assert seconds[large] > 2 * seconds[small]
 
 
+@pytest.mark.slow
 def test_equal_operators_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: Counter[Operator] = Counter()
 
@@ -74,6 +77,7 @@ def called(target: str, *shapes: tuple[int, ...]) -> Operator:
     return Operator(target=target, arguments=arguments, inputs=types, outputs=types[:1])
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_run_takes_as_long_as_its_bytes_do() -> None:
     runs = called("aten.add.Tensor", (64, 64), (64, 64))
     fails = called("aten.add.Tensor", (64, 64), (128, 63))

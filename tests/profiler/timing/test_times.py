@@ -77,6 +77,7 @@ def timed(
     return {captured.graph.nodes[node].description: timing for node, timing in times.nodes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 def test_each_node_gets_its_own_time_forward_and_backward(way: Callable[..., Times]) -> None:
     timings = timed(way, Napping(), torch.ones(1, 3), repeats=9)
@@ -87,6 +88,7 @@ def test_each_node_gets_its_own_time_forward_and_backward(way: Callable[..., Tim
         assert timing.backward.median < BACKWARD / 2
 
 
+@pytest.mark.slow
 def test_warm_up_and_repeats_run_each_node_once() -> None:
     calls.update(forward=0, backward=0)
     timed(time_per_node, Napping(), torch.ones(1, 3), warmup=2, repeats=3)
@@ -112,6 +114,7 @@ def test_nodes_that_take_no_time_stay_so() -> None:
     assert _scaled_to_median([{"a": 0.0}, {"a": 0.0}]) == [{"a": 0.0}, {"a": 0.0}]
 
 
+@pytest.mark.slow
 def test_in_training_stretches_and_some_forward_passes_again_are_timed_with_the_whole() -> None:
     calls.update(forward=0, backward=0)
     captured = capture(Napping(), (torch.ones(1, 3),))
@@ -127,6 +130,7 @@ def test_in_training_stretches_and_some_forward_passes_again_are_timed_with_the_
     assert asleep.recomputed.median >= FORWARD * 0.9 * min(1.0, times.forward.factor)
 
 
+@pytest.mark.slow
 def test_the_nodes_add_up_to_stretches_but_for_the_factor_of_the_fit() -> None:
     captured = capture(Napping(), (torch.ones(1, 3),))
     times = time_in_training(captured, [torch.ones(1, 3)], StoppingRule(1, 1), CPU)
@@ -155,6 +159,7 @@ class Branches(nn.Module):
         return slow.contiguous() * fast
 
 
+@pytest.mark.slow
 def test_branches_and_what_hands_on_what_it_gets_are_kept_apart() -> None:
     """In parts of all: nodes are scaled to passes in one piece, which a busy machine disturbs."""
     timings = timed(time_in_training, Branches(), torch.ones(4), repeats=9)
@@ -163,6 +168,7 @@ def test_branches_and_what_hands_on_what_it_gets_are_kept_apart() -> None:
     assert asleep.backward.median >= 0.9 * sum(t.backward.median for t in timings.values())
 
 
+@pytest.mark.slow
 def test_a_loss_is_timed_by_itself() -> None:
     captured = capture(nn.Linear(3, 2), (torch.ones(1, 3),))
     times = time_in_training(
@@ -179,6 +185,7 @@ def test_a_loss_is_timed_by_itself() -> None:
     assert all(t.backward.median < BACKWARD / 2 for t in times.nodes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 def test_warm_up_does_not_count(way: Callable[..., Times]) -> None:
     naps[:] = [0.3, 0.3, 0.001]
@@ -259,6 +266,7 @@ def test_whole_numbers_are_the_models_own(way: Callable[..., Times]) -> None:
     assert timings["Embedding(4, 2)"].backward.median > 0
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 def test_buffers_and_gradients_are_left_as_they_were(way: Callable[..., Times]) -> None:
     torch.manual_seed(0)
@@ -310,12 +318,14 @@ class Several(nn.Module):
         return {"twice": self.dense(self.dense(out)), "pair": (hidden, y)}
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 def test_layers_of_several_outputs_and_shared_weights(way: Callable[..., Times]) -> None:
     timings = timed(way, Several(), torch.ones(5, 2, 3), torch.ones(2))
     assert timings["LSTM(3, 4)"].backward.median > 0
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 def test_progress_tells_how_far(way: Callable[..., Times]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())

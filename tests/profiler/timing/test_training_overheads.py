@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import nn
 
@@ -81,6 +82,7 @@ def test_what_the_processor_does_counts() -> None:
     assert max(max(indices) for indices in asked) >= 4, "from all over the data"
 
 
+@pytest.mark.slow
 def test_reading_that_waits_takes_nothing_from_the_passes() -> None:
     loaded = Loaded(nn.Identity(), (), read=lambda indices: time.sleep(0.05), examples=50)
     found = reading_seconds(loaded, 4, CPU)

@@ -63,6 +63,7 @@ def loaded(architecture: str, folder: Path) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all_weights_are_there(architecture: str, tmp_path: Path) -> None:
     """Tied ones, too. The cache, which is off while a model trains, is on again."""

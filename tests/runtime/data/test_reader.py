@@ -63,6 +63,7 @@ def reader(dataset: Deadly, data_workers: int) -> Reader:
     return Reader(epoch, range(8))
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_noticed_where_its_data_is_asked_for() -> None:
     """Torch's own handler raises anywhere: a pass or a message was then taken to be at fault."""
     with reader(Deadly(), data_workers=1) as data:
@@ -103,6 +104,7 @@ class Noted(Plain):
         return torch.zeros(2), index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_a_thread_reads_what_takes_long(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread read everything: handing over took longer than a minibatch of numbers in memory."""

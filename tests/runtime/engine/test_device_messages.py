@@ -38,6 +38,7 @@ def both_ends(case: Case, taken: str | None) -> list[Crossings]:
     return [crossings(whole, plan, every, stage) for stage in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("slow", [False, True])

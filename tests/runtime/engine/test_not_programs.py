@@ -57,6 +57,7 @@ class Between(nn.Module):
         return self.c(self.operator(self.b(self.a(x))))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(

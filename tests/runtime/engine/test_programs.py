@@ -153,6 +153,7 @@ def assert_same(one: OneRank, other: OneRank, **close: float) -> None:
     torch.testing.assert_close(one.state, other.state, **close)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -237,6 +238,7 @@ def test_random_numbers_are_those_of_a_pass_under_autograd_bit_for_bit() -> None
     assert not torch.equal(dropped[0], dropped[3])
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["chain", "convolution", "dropout", "tied", "twice"])
 def test_autocast(name: str) -> None:
@@ -296,6 +298,7 @@ def tree_loss(output: dict[str, tuple[Tensor, Tensor]], target: Tensor) -> Tenso
     return nn.functional.mse_loss(last + 0.5 * first, target)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
@@ -335,6 +338,7 @@ def test_gradients_that_lie_in_memory_in_another_way() -> None:
     assert halves.obstacles == [None] * 2
 
 
+@pytest.mark.slow
 def test_inputs_that_lie_in_memory_in_another_way() -> None:
     """As the first minibatch is."""
 
@@ -391,6 +395,7 @@ def test_a_loss_without_gradient_changes_nothing() -> None:
     torch.testing.assert_close(halves.train().state, before, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_minibatches_of_several_shapes(recompute: bool) -> None:

@@ -135,6 +135,7 @@ def _crossed(rank, case, crossings, kinds, array, transport, teams) -> Array | N
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [40, pytest.param(500, marks=pytest.mark.thorough)])
 def test_random_cases_by_four_processes(cases: int) -> None:
     by_rank = run_processes(run_cases, RANKS, free_port(), cases)

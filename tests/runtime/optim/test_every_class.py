@@ -229,6 +229,7 @@ def loaded(part: Part, path: Path) -> Part:
     return part
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 def test_stages_learn_what_the_plain_model_does_and_others_go_on(

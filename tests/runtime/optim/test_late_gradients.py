@@ -295,6 +295,7 @@ def test_optimizers_without_a_nesterov_form_are_told(config: OptimizerConfig, me
         nesterov_form(config, 0.99)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_other_schedules_have_nothing_to_correct(case: str, schedule: str, tmp_path: Path) -> None:

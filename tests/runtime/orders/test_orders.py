@@ -38,6 +38,7 @@ from pipedream.schedule.rank_maps import loop, vee
 TWICE_TWO = [[0], [1], [0], [1]]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("model", "ranks", "changes"),
@@ -65,6 +66,7 @@ def test_several_stages_on_a_rank(
     assert norms == (dict.fromkeys(range(len(ranks)), 3) if "clip_norm" in changes else {})
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("model", "stages"), [("Chain", 2), ("Chain", 3), ("Tied", 3)])
 def test_backward_passes_in_two_halves(tmp_path: Path, model: str, stages: int) -> None:
@@ -234,6 +236,7 @@ def test_an_order_that_does_not_fit_is_refused_in_one_line(
 GOOD = unequal_times(4, 9.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

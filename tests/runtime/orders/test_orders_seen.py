@@ -53,6 +53,7 @@ def test_a_dry_run_finds_tied_stages_that_cannot_learn_together(folder: Path) ->
     assert "a.linear.weight is used in stages 0 and 3: with weight-stashing each stage" in line
 
 
+@pytest.mark.slow
 def test_the_record_of_a_run(folder: Path) -> None:
     """Halves in the timeline, and one row of memory for each rank in the page."""
     train(folder, "--trace")

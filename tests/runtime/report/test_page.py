@@ -255,6 +255,7 @@ def test_what_is_wider_than_a_phone_scrolls_in_a_box_of_its_own(tmp_path: Path) 
     assert "; scroll it sideways" in read.texts
 
 
+@pytest.mark.slow
 def test_names_of_users_and_files_stay_text(tmp_path: Path) -> None:
     known = Reader(written(finished(tmp_path)))
     names = {"model": HOSTILE, "module": HOSTILE, "argument": HOSTILE}

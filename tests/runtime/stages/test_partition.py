@@ -130,6 +130,7 @@ def test_the_stage_can_be_read_as_python() -> None:
     assert " = None" not in text
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_own_stage_and_nothing_else_of_the_model(tmp_path: Path) -> None:
     _, plan = planned(small_models.Chain(), 3)
     config = RunConfig(

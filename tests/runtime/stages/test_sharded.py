@@ -45,6 +45,7 @@ MESHES = {
 """In the last one minibatches are divided along the first axis."""
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("model", "meshes"),
@@ -185,6 +186,7 @@ def test_autocast(tmp_path: Path) -> None:
 SGD = {"name": "SGD", "args": {"lr": 0.1}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "told"),
     [
@@ -245,6 +247,7 @@ def _placed(parameters: dict[str, str]) -> dict[str, object]:
     return {"placements": {"parameters": parameters}}
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("changes", "told"),

@@ -72,6 +72,7 @@ def pictures_moved(assignment: Assignment) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", [TWO, SQUARE], ids=lambda case: case.name)
 @pytest.mark.parametrize(("model", "norms"), [("Convolutions", 3), ("large_resnet18", 20)])

@@ -65,6 +65,7 @@ REPLICAS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(20)
 @pytest.mark.parametrize("name", PAIRS)
 def test_as_the_plain_model(tmp_path: Path, name: str) -> None:

@@ -81,6 +81,7 @@ def test_never_slower_than_an_order_of_the_literature_that_has_room(
     assert compared > 200
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("places", "rank_map", "microbatches"),
@@ -105,6 +106,7 @@ def test_near_the_best_there_is(
     assert seconds <= 1.02 * best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [5, 11, 30])
 def test_moves_of_one_pass_past_several_lead_to_the_best(seed: int) -> None:
     """Neighbours that change places alone ended 3.9 and 3.2 % over it, and 5.9 % over where no
@@ -122,6 +124,7 @@ def test_the_best_there_is_is_that_of_a_paper() -> None:
     assert shortest_round(spec, 4, most=100) == period(spec, literature(spec, 4)["zb-h1"]) == 13
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("rank_map", [loop(3, 1), loop(2, 2), vee(3, 2), vee(2, 4), loop(2, 3)])
 def test_any_order_that_is_found_is_sound(rank_map: tuple[int, ...]) -> None:

@@ -64,6 +64,7 @@ def test_sound_with_links_that_skip_stages_and_with_replicas(name: str, stages_e
     checked(of_rounds(name, rank_map, 12, 5, sorted(set(links)), replicas=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize(("name", "stages_each"), EVERY)
 def test_sound_where_replicas_have_no_minibatch_in_a_round(
