@@ -78,6 +78,12 @@ class Captured:
         """The graph nodes except inputs, in the order of the graph."""
         return tuple(name for name in self.graph.order if not self.graph.nodes[name].is_input)
 
+    def on_device(
+        self, inputs: Sequence[torch.Tensor], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Returns `inputs` of the model (in the order of its own) by name, on the device."""
+        return {name: value.to(device) for name, value in zip(self.inputs, inputs, strict=True)}
+
     @property
     def returning(self) -> str:
         """The last graph node that gives an output of the model."""

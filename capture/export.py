@@ -19,7 +19,6 @@ from pipedream.capture.captured import Captured, OutSpec, Value, flatten_inputs
 from pipedream.capture.checks.autograd_check import check_backward_passes, functions_on_gradients
 from pipedream.capture.checks.determinism_check import export_deterministic
 from pipedream.capture.compute_settings import IN_FULL, Precision, eval_mode
-from pipedream.capture.constants import constants
 from pipedream.capture.errors.capture_errors import (
     FirstUseOfData,
     cannot_capture,
@@ -33,7 +32,7 @@ from pipedream.capture.errors.capture_errors import (
 )
 from pipedream.capture.errors.user_code import check_call, place
 from pipedream.capture.fake_values import CannotRun, fake_values
-from pipedream.capture.grouping import OperatorGroup, group_by_module
+from pipedream.capture.grouping import OperatorGroup, constants, group_by_module
 from pipedream.capture.rewrites.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.rewrites.no_grad import inference_as_no_grad
 from pipedream.capture.rewrites.recording import Recording

@@ -7,7 +7,7 @@ which are freed before the next node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,7 +20,13 @@ from pipedream.capture.captured import Captured
 from pipedream.capture.compute_settings import IN_FULL, Precision
 from pipedream.capture.errors.user_code import blame
 from pipedream.capture.export import capture
-from pipedream.capture.node_modules import NodeModule, node_module
+from pipedream.capture.node_modules import (
+    NodeModule,
+    node_module,
+    node_modules,
+    preserve_model_state,
+    run_in_order,
+)
 from pipedream.capture.segment import segment
 from pipedream.graph.errors import UserError
 
@@ -122,6 +128,42 @@ def real_node_module(captured: Captured, node: str, device: torch.device) -> Ite
     finally:
         for tensor in real:
             tensor.untyped_storage().resize_(0)
+
+
+def real_node_modules(
+    captured: Captured, values: Mapping[str, Tensor], device: torch.device
+) -> Iterator[tuple[NodeModule, Mapping[str, Tensor]]]:
+    """Yields each node of a fake model while it has memory, with what it reads: `values` of the
+    model's inputs, and random ones.
+    """
+    known = captured.values
+
+    def value(name: str) -> Tensor:
+        if name in values:
+            return values[name]
+        return random_tensor(known[name].shape, known[name].dtype, device)
+
+    for name in captured.working:
+        with real_node_module(captured, name, device) as node:
+            yield node, {name: value(name) for name in node.segment.inputs}
+
+
+def run_nodes(
+    captured: Captured,
+    values: dict[str, Tensor],
+    device: torch.device,
+    run: Callable[[NodeModule, Mapping[str, Tensor]], Sequence[Tensor]],
+    meta: bool,
+) -> None:
+    """Calls `run` for all nodes as `run_in_order` does, beginning with `values` of the model's
+    inputs; buffers are restored. With `meta` the model is a fake one: see `real_node_modules`.
+    """
+    if meta:
+        for node, read in real_node_modules(captured, values, device):
+            run(node, read)
+    else:
+        with preserve_model_state(captured):
+            run_in_order(node_modules(captured, device), values, run)
 
 
 def _make_real(module: fx.GraphModule, device: torch.device) -> list[Tensor]:

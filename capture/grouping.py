@@ -1,4 +1,9 @@
-"""Groups operators into graph nodes: calls of innermost modules, or single functional operators."""
+"""Groups operators into graph nodes: calls of innermost modules, or single functional operators.
+
+Constants are in no node: values that depend on no input or parameter, such as masks and rotary
+tables. Every part of the model that reads one computes it itself, so constants cross no cut and add
+no sources that the planner would have to place.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from torch import fx, nn
 from pipedream.capture.captured import Captured
 from pipedream.capture.errors.capture_errors import place_of
 from pipedream.capture.rewrites.functionalize import writes_shared_memory
-from pipedream.capture.rewrites.writes import targets
+from pipedream.capture.rewrites.writes import is_draw, reachable, targets
 
 IN_PLACE = "InPlace"
 """The description of a node of several groups that read and write the same memory."""
@@ -28,6 +33,30 @@ class OperatorGroup:
     description: str
     path: str
     nodes: list[fx.Node] = field(default_factory=list)
+
+
+def constants(module: fx.GraphModule) -> frozenset[fx.Node]:
+    """Returns the operators that depend on no input, parameter, random number or changing buffer.
+
+    Those that an output of the model depends on are left out.
+    """
+    varying = {node for together in writes_shared_memory(module) for node in together}
+    states = [state for node in module.graph.nodes for state in targets(node)]
+    changing = {state.target for state in states if state.op == "get_attr"}
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    fixed: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if (node.op == "get_attr" and node.target not in parameters | changing) or (
+            node.op == "call_function"
+            and node not in varying
+            and not (targets(node) or is_draw(node))
+            and fixed.issuperset(node.all_input_nodes)
+        ):
+            fixed.add(node)
+    (output,) = module.graph.find_nodes(op="output")
+    for node in fixed.intersection(output.all_input_nodes):
+        fixed -= reachable(node, lambda value: value.all_input_nodes)
+    return frozenset(node for node in fixed if node.op == "call_function")
 
 
 def group_by_module(
@@ -78,16 +107,9 @@ def operator_name(node: fx.Node) -> str:
 
 def _join_shared_memory(groups: list[OperatorGroup], module: fx.GraphModule) -> list[OperatorGroup]:
     """Joins groups that read and write the same memory, and everything between them."""
-    of = {node: index for index, group in enumerate(groups) for node in group.nodes}
     for together in writes_shared_memory(module):
-        parts = nx.DiGraph(
-            (of[source], of[node])
-            for node in of
-            for source in node.all_input_nodes
-            if source in of and of[source] != of[node]
-        )
+        of, parts = _reads(groups)
         ends = {of[node] for node in together if node in of}
-        parts.add_nodes_from(ends)
         below = set().union(*(nx.descendants(parts, end) for end in ends))
         above = set().union(*(nx.ancestors(parts, end) for end in ends))
         joined = sorted(ends | (below & above))
@@ -96,24 +118,29 @@ def _join_shared_memory(groups: list[OperatorGroup], module: fx.GraphModule) -> 
             first.nodes += groups[index].nodes
             groups[index].nodes = []
         first.description = first.description if len(joined) == 1 else IN_PLACE
-        of = {node: index for index, group in enumerate(groups) for node in group.nodes}
     return [group for group in groups if group.nodes]
 
 
 def _in_order(groups: list[OperatorGroup], module: fx.GraphModule) -> list[OperatorGroup]:
     """Returns the groups in a topological order, close to the order of execution."""
     position = {node: index for index, node in enumerate(module.graph.nodes)}
+    _, parts = _reads(groups)
+    last = [max(position[node] for node in group.nodes) for group in groups]
+    for group in groups:
+        group.nodes.sort(key=position.__getitem__)
+    order = nx.lexicographical_topological_sort(parts, key=last.__getitem__)
+    return [groups[index] for index in order]
+
+
+def _reads(groups: Sequence[OperatorGroup]) -> tuple[dict[fx.Node, int], nx.DiGraph[int]]:
+    """Returns the number of each operator's group, and the graph of which group reads which."""
     of = {node: index for index, group in enumerate(groups) for node in group.nodes}
     parts: nx.DiGraph[int] = nx.DiGraph()
     parts.add_nodes_from(range(len(groups)))
     for node, index in of.items():
         sources = (of[source] for source in node.all_input_nodes if source in of)
         parts.add_edges_from((source, index) for source in sources if source != index)
-    last = [max(position[node] for node in group.nodes) for group in groups]
-    for group in groups:
-        group.nodes.sort(key=position.__getitem__)
-    order = nx.lexicographical_topological_sort(parts, key=last.__getitem__)
-    return [groups[index] for index in order]
+    return of, parts
 
 
 def undivided(captured: Captured) -> str:
@@ -127,8 +154,8 @@ def undivided(captured: Captured) -> str:
     largest = max(in_place, key=sizes.__getitem__, default="")
     if not in_place or sizes[largest] <= _LARGE * sizes.total():
         return ""
-    inside = (each for each in nodes if owner.get(each.name) == largest)
-    writer = next(each for each in inside if targets(each))
+    inside = (node for node in nodes if owner.get(node.name) == largest)
+    writer = next(node for node in inside if targets(node))
     return (
         f"{place_of(writer)}{largest} has {sizes[largest] / sizes.total():.0%} of the operators, "
         f"and stays on one stage: it is all that uses the memory that {operator_name(writer)} "

@@ -27,6 +27,13 @@ class Segment:
     outputs: tuple[str, ...]
 
     @property
+    def state(self) -> dict[str, Tensor]:
+        """Returns the parameters and buffers that the module reads, by name."""
+        names = [str(node.target) for node in self.module.graph.find_nodes(op="get_attr")]
+        values = {name: operator.attrgetter(name)(self.module) for name in names}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    @property
     def written_buffers(self) -> tuple[str, ...]:
         """Returns the buffers that a forward pass changes, such as the statistics of batch norm."""
         changed = (node for each in self.module.graph.nodes for node in targets(each))

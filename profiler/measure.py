@@ -48,12 +48,7 @@ from pipedream.profiler.timing.contention import (
     run_contending_passes,
 )
 from pipedream.profiler.timing.full_pass import passes, time_in_training
-from pipedream.profiler.timing.per_node import time_per_node
-from pipedream.profiler.timing.per_node_fake import (
-    backward_splits_fake,
-    footprints_fake,
-    time_per_node_fake,
-)
+from pipedream.profiler.timing.per_node import time_per_node, time_per_node_fake
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.profiler.timing.times import Times
 from pipedream.profiler.timing.training_overheads import (
@@ -119,7 +114,7 @@ def measure(
     """
     torch.set_num_threads(settings.threads)
     keep_freed_memory()
-    precision = Precision(loaded.autocast, settings.device)
+    precision, rule = Precision(loaded.autocast, settings.device), settings.stopping_rule
     captured = (capture_fake if settings.meta else capture)(
         loaded.model, loaded.args, loaded.kwargs, precision=precision
     )
@@ -128,14 +123,12 @@ def measure(
         with precision.computing():
             run_contending_passes(passes(captured, inputs, settings.device))
         sys.exit()
-    size_up = footprints_fake if settings.meta else footprints
-    split = backward_splits_fake if settings.meta else backward_splits
     try:
         with precision.computing():
-            kept = size_up(captured, inputs, settings.device)
+            kept = footprints(captured, inputs, settings.device, settings.meta)
             with contention(settings.workers - 1):
                 times = _time(captured, inputs, loaded, kept, settings, progress)
-                splits = split(captured, inputs, settings.stopping_rule, settings.device)
+                splits = backward_splits(captured, inputs, rule, settings.device, settings.meta)
                 updated = updates(captured, settings.device)
                 summed = gradient_sum_rate(captured, settings.device)
                 read = reading_seconds(loaded, settings.batch_size, settings.device)
@@ -180,9 +173,7 @@ def _failing_layer(loaded: Loaded) -> str:
 
 
 def _timed(captured: Captured, times: Times) -> Graph:
-    """Returns the graph with times; that of the loss is added to the last node that returns an
-    output.
-    """
+    """Returns the graph with times; that of the loss is in the last node that returns an output."""
 
     def timed(node: Node) -> Node:
         timings = [times.nodes[node.id]]

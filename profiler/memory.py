@@ -12,28 +12,24 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.node_modules import (
-    NodeModule,
-    node_modules,
-    preserve_model_state,
-    run_in_order,
-)
+from pipedream.capture.fake_tensors import run_nodes
+from pipedream.capture.node_modules import NodeModule
 from pipedream.graph.profile import Footprint
 
 _MARK = "pipedream backward of "
 
 
 def footprints(
-    captured: Captured, inputs: Sequence[Tensor], device: torch.device
+    captured: Captured, inputs: Sequence[Tensor], device: torch.device, meta: bool = False
 ) -> dict[str, Footprint]:
-    """Runs `captured` once, node by node, each followed by its backward pass.
+    """Runs `captured` once, node by node, each followed by its backward pass: see `run_nodes`.
 
     `inputs` are in the order of `captured.inputs`. Buffers are restored.
     """
-    with preserve_model_state(captured), torch.enable_grad(), metered(device) as meter:
-        values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
-        memory = SavedMemory(captured, values, meter)
-        run_in_order(node_modules(captured, device), values, memory.run_node)
+    with torch.enable_grad(), metered(device) as meter:
+        values = captured.on_device(inputs, device)
+        memory = SavedMemory(captured, {} if meta else values, meter)
+        run_nodes(captured, values, device, memory.run_node, meta)
     return memory.footprints()
 
 
@@ -48,9 +44,7 @@ class MemoryOwners:
     def of_node(
         self, node: NodeModule, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> dict[int, str]:
-        """Returns, by address, the values that own the memory of what the next node reads and
-        gives.
-        """
+        """Returns by address the values that own the memory of what the node reads and gives."""
         names: dict[int, str] = {}
         for name, tensor in zip(node.segment.inputs, inputs, strict=True):
             self.first[name] = names.setdefault(address(tensor), self.first.get(name, name))

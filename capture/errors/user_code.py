@@ -16,11 +16,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipedream.capture.errors.torchvision_import import TORCHVISION_MISMATCH, import_torchvision
+import torch
+
 from pipedream.graph.errors import UserError
 
 _LONGEST = 300
 """Characters of a message: those of torch can list every signature of a function."""
+
+_TORCHVISION_MISMATCH = "torchvision::nms does not exist"
+"""In the error of a torchvision that was built for another torch."""
+
+_fragment: torch.library.Library | None = None  # its declarations end when it is collected
 
 
 def load_function(source: str, directory: Path | None = None) -> Callable[..., Any]:
@@ -86,9 +92,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def blame(error: BaseException) -> str:
-    """`FILE:LINE: TypeError: message (OSError: what it was raised from)`, with the last line in the
-    user's own files.
-    """
+    """Returns `FILE:LINE: TypeError: message (OSError: its cause)`, LINE being the user's last."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     *_, first = _causes(error)
@@ -141,10 +145,33 @@ def _import_beside_torchvision(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        if not any(TORCHVISION_MISMATCH in str(each) for each in _causes(error)):
+        if not any(_TORCHVISION_MISMATCH in str(each) for each in _causes(error)):
             raise
     import_torchvision()
     return importlib.import_module(name)
+
+
+def import_torchvision() -> ModuleType:
+    """Imports torchvision, even if its compiled operators do not match the installed torch.
+
+    Wheels for another build of torch (CUDA or CPU) fail at import when they register shapes for
+    `nms`, an operator of detection models, which are not supported here. Declaring the two missing
+    operators without an implementation lets the import succeed. Raises UserError if torchvision is
+    not installed.
+    """
+    global _fragment
+    try:
+        return importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        raise UserError("torchvision is not installed: pip install 'pipedream[models]'") from error
+    except RuntimeError as error:
+        if _TORCHVISION_MISMATCH not in str(error) or _fragment is not None:
+            raise
+    _fragment = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        _fragment.define(schema)  # type: ignore[no-untyped-call]
+    return importlib.import_module("torchvision")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -9,7 +9,6 @@ before it, whose pass is also timed with it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -26,10 +25,11 @@ from pipedream.capture.captured import Captured
 from pipedream.capture.node_modules import preserve_model_state
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.divisible import divisible
-from pipedream.capture.programs.draws import is_draw, note_seed
+from pipedream.capture.programs.draws import note_seed
 from pipedream.capture.programs.joint import CannotDivide, End, joint
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.capture.programs.split_passes import writes
+from pipedream.capture.rewrites.writes import is_draw
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.graph.placements.operators import OperatorGraph
 
@@ -70,7 +70,7 @@ def attribute(
             end = labels.ending(loss.end(whole, names, target), captured.returning)
         traced = joint(
             _labelling(whole.module, captured.owner, labels),
-            dict(_state(whole.module)),
+            whole.state,
             [values[name].to(device) for name in names],
             [name in whole.inputs and captured.values[name].requires_grad for name in names],
             precision,
@@ -167,11 +167,3 @@ def _labelling(module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels
         if node.op == "call_function":
             graph.call_function(labels.ran, (owner[node.name], copies[node]))
     return fx.GraphModule(module, graph)
-
-
-def _state(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters and buffers that the module reads, by name."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        value = operator.attrgetter(str(node.target))(module)
-        if isinstance(value, Tensor):
-            yield str(node.target), value

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from pipedream.capture.rewrites.writes import changes_something
+from pipedream.capture.rewrites.writes import changes_something, is_draw
 
 HOOK = "seed_hook"
 """Where the meta of a node says which module has seeded the generator for its draw."""
@@ -67,13 +67,6 @@ def _tell(nodes: Sequence[fx.Node], noted: _Noted) -> None:
         for node in nodes[begin:end]:
             if is_draw(node):
                 node.meta[HOOK] = hook
-
-
-def is_draw(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in target.tags
-    )
 
 
 def take_draws(joint: fx.GraphModule) -> Draws:

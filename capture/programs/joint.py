@@ -19,9 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.autograd_functions import SPACE
-from pipedream.capture.programs.draws import HOOK, Draws, is_draw, noting_seeds, take_draws
+from pipedream.capture.programs.draws import HOOK, Draws, noting_seeds, take_draws
 from pipedream.capture.programs.functional import make_functional
-from pipedream.capture.rewrites.writes import changes_something, declared
+from pipedream.capture.rewrites.writes import changes_something, declared, is_draw
 
 End: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 """Of the outputs of a module and all inputs, what the passes give in the place of the outputs."""

@@ -113,9 +113,20 @@ class _Localizer:
             value = value_name(node)
             if value in self.types:
                 self.known[value, self._initial(value)] = self.nodes[node]
-        outputs = [self._output(str(k), node) for k, node in enumerate(old.outputs)]
-        inputs = [self._of_input(str(k), node) for k, node in enumerate(old.input_gradients)]
-        weights = [self._gradient(name, node) for name, node in old.weight_gradients.items()]
+        boundary, everywhere = self.boundary, self.everywhere
+        whole_inputs = dict.fromkeys(boundary.whole_inputs, everywhere)
+        outputs = [
+            self._at(value_name(node), boundary.outputs.get(str(k), everywhere))
+            for k, node in enumerate(old.outputs)
+        ]
+        inputs = [
+            self._end(node, "input gradient", whole_inputs.get(str(k)))
+            for k, node in enumerate(old.input_gradients)
+        ]
+        weights = [
+            self._end(node, "parameter gradient", boundary.gradients.get(name))
+            for name, node in old.weight_gradients.items()
+        ]
         self.graph.output([*outputs, *inputs, *weights])
         return replace(
             old,
@@ -192,26 +203,16 @@ class _Localizer:
             self.known[value, target] = placed
         return placed
 
-    def _output(self, name: str, node: fx.Node) -> fx.Node:
-        return self._at(value_name(node), self.boundary.outputs.get(name, self.everywhere))
-
-    def _of_input(self, name: str, node: fx.Node | None) -> Any:
-        if node is not None and name in self.boundary.whole_inputs:
-            return self._at(value_name(node), self.everywhere)
-        return self._end(node, "input gradient")
-
-    def _gradient(self, name: str, node: fx.Node | None) -> Any:
-        if node is not None and name in self.boundary.gradients:
-            return self._at(value_name(node), self.boundary.gradients[name])
-        return self._end(node, "parameter gradient")
-
-    def _end(self, node: fx.Node | None, role: str) -> Any:
+    def _end(self, node: fx.Node | None, role: str, wanted: Placements | None) -> Any:
+        """Returns a gradient, if there is one, as `wanted` or else as `output_target` says."""
         if node is None:
             return None
         value, outputs = value_name(node), self.assignment.graph.outputs
-        output = next(each for each in outputs if (each.role, each.value) == (role, value))
-        inputs = self.assignment.placed_inputs
-        return self._at(value, output_target(output, self._initial(value), inputs))
+        if wanted is None:
+            output = next(each for each in outputs if (each.role, each.value) == (role, value))
+            inputs = self.assignment.placed_inputs
+            wanted = output_target(output, self._initial(value), inputs)
+        return self._at(value, wanted)
 
     def _local(self, like: Tensor, value: str, placements: Placements) -> Tensor:
         """Makes the device's part of a value without contents, laid out in memory alike."""

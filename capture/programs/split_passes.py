@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from pipedream.capture.programs.draws import copy_seeded, is_draw
+from pipedream.capture.programs.draws import copy_seeded
 from pipedream.capture.programs.joint import CannotDivide, Joint
-from pipedream.capture.rewrites.writes import written
+from pipedream.capture.rewrites.writes import is_draw, written
 
 _DIVIDED = torch.ops.aten.convolution_backward.default
 """Its last argument says which gradients it computes: of input, weight and bias. The operators of

@@ -68,6 +68,12 @@ def attribute(state: fx.Node) -> object:
     return value
 
 
+def is_draw(node: fx.Node) -> bool:
+    """Tells whether an operator draws random numbers."""
+    drawing = torch.Tag.nondeterministic_seeded
+    return isinstance(node.target, torch._ops.OpOverload) and drawing in node.target.tags
+
+
 def written_attributes(node: fx.Node) -> Iterator[str]:
     """Yields the names of parameters and buffers that an operator writes into, by views too."""
     for target in targets(node):

@@ -104,9 +104,7 @@ def stream_of(dataset: Any) -> Stream | None:
 
 
 def examples_of(stream: Any, wanted: int | None, source: str) -> int:
-    """How many examples an epoch of the stream has. Raises UserError if nobody says, or if it can
-    be read once only.
-    """
+    """Returns the examples of an epoch. Raises UserError if unknown, or readable only once."""
     if hasattr(stream, "__next__"):
         raise UserError(
             f"{source}: the training set is a {type(stream).__name__}, which can be read once only:"

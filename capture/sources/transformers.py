@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipedream.capture.errors.torchvision_import import import_torchvision
-from pipedream.capture.errors.user_code import accepts, blaming, close_matches
+from pipedream.capture.errors.user_code import accepts, blaming, close_matches, import_torchvision
 from pipedream.capture.sources.minibatch import examples
 from pipedream.graph.errors import UserError
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from pipedream.capture.errors.torchvision_import import import_torchvision
-from pipedream.capture.errors.user_code import call, close_matches
+from pipedream.capture.errors.user_code import call, close_matches, import_torchvision
 from pipedream.graph.errors import UserError
 
 # Modules whose models map a batch of images or clips to a tensor.
@@ -21,7 +20,7 @@ _TASKS = ("models", "models.segmentation", "models.video")
 
 def load_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
     """Creates the model, with random weights unless `args` has `weights`. Raises UserError."""
-    task = _task(name)
+    _task(name)
     models = importlib.import_module("torchvision.models")
     builder = models.get_model_builder(name)
     takes = inspect.signature(builder).parameters
@@ -29,7 +28,7 @@ def load_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of inception, about its initialisation
         model = call(f"torchvision:{name}", builder, {**random, **args})
-    assert isinstance(model, nn.Module), task
+    assert isinstance(model, nn.Module)
     return model
 
 

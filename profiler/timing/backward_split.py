@@ -11,7 +11,7 @@ import operator
 import statistics
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,12 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.node_modules import (
-    NodeModule,
-    node_modules,
-    preserve_model_state,
-    run_in_order,
-)
+from pipedream.capture.fake_tensors import run_nodes
+from pipedream.capture.node_modules import NodeModule
 from pipedream.capture.programs.program import Program, traced_program
 from pipedream.capture.programs.split_passes import Part
 from pipedream.profiler.memory import MemoryOwners, address
@@ -50,17 +46,21 @@ class BackwardSplit:
 
 
 def backward_splits(
-    captured: Captured, inputs: Sequence[Tensor], stopping_rule: StoppingRule, device: torch.device
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    stopping_rule: StoppingRule,
+    device: torch.device,
+    meta: bool = False,
 ) -> dict[str, BackwardSplit]:
     """Returns the splits by node; those that cannot be cut are left out. Runs the model once, node
-    by node.
+    by node: see `run_nodes`.
 
     `inputs` are in the order of `captured.inputs`. Buffers are restored.
     """
-    with preserve_model_state(captured), no_garbage_collection():
-        values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
-        splitter = BackwardSplitter(captured, values, stopping_rule, device)
-        run_in_order(node_modules(captured, device), values, splitter.run_node)
+    values = captured.on_device(inputs, device)
+    splitter = BackwardSplitter(captured, {} if meta else values, stopping_rule, device)
+    with no_garbage_collection():
+        run_nodes(captured, values, device, splitter.run_node, meta)
     return splitter.splits()
 
 
@@ -180,16 +180,14 @@ class Halves:
     @staticmethod
     def of(node: NodeModule, inputs: Sequence[Tensor], random: RandomGradients) -> Halves:
         """Raises what torch raises if the node cannot be cut."""
-        state = dict(_state(node.segment.module))
+        state = node.segment.state
         program = traced_program(node.segment.module, state, inputs, node.gradients)
         outputs, saved = program.forward(state, inputs, program.draw())
         gradients = [random.like(outputs[number]) for number in program.joint.differentiable]
         return Halves(program, state, inputs, outputs, saved, gradients)
 
     def seconds(self, repeats: int, watch: Stopwatch) -> list[tuple[float, float]]:
-        """Returns the seconds of BI and BW in each of at most so many repeats, after one that does
-        not count.
-        """
+        """Returns the seconds of BI and BW in each of at most so many repeats, after a warm-up."""
         self._run(watch)
         marks: list[tuple[Any, Any, Any]] = []
         end = time.monotonic() + _SECONDS
@@ -212,9 +210,7 @@ class Halves:
         return start, middle, watch.mark()
 
     def kept(self) -> list[_Kept]:
-        """Returns what is held between BI and BW, each memory once, without parameters and
-        buffers.
-        """
+        """Returns what is held from BI to BW, each memory once, without parameters and buffers."""
         of_inputs, kept = self.program.backward(dict(self.saved), self.gradients)
         values = (*self.inputs, *self.outputs)
         returned = [len(self.inputs) + number for number in self.program.joint.differentiable]
@@ -239,14 +235,6 @@ def _read_by_several(captured: Captured) -> set[str]:
     return {m.name for m in makers if len({owner.get(u.name) for u in m.users}) > 1}
 
 
-def _state(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters and buffers that a node reads, by name."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        value = operator.attrgetter(str(node.target))(module)
-        if isinstance(value, Tensor):
-            yield str(node.target), value
-
-
 def _computes(part: Part) -> bool:
     """Tells whether it runs any operator: to pick one of several results is none."""
     called = (node for node in part.module.graph.nodes if node.op == "call_function")
@@ -254,12 +242,10 @@ def _computes(part: Part) -> bool:
 
 
 def _kind(node: NodeModule, inputs: Sequence[Tensor]) -> Hashable:
-    """Returns what is the same for nodes that do the same: operators, their arguments, shapes,
-    types, layouts.
-    """
+    """Returns what nodes that do the same have in common: operators, arguments, shapes, layouts."""
     module = node.segment.module
     names = {each: f"%{number}" for number, each in enumerate(module.graph.nodes)}
-    state = {name: _layout(value) for name, value in _state(module)}
+    state = {name: _layout(value) for name, value in node.segment.state.items()}
     operators = tuple(
         (
             state.get(str(each.target), str(each.target)) if each.op != "placeholder" else "",

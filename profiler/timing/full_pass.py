@@ -65,7 +65,7 @@ def passes(
 ) -> Callable[[], object]:
     """Returns a function that runs the whole model forward and backward, without timing."""
     whole = Stretch(captured, captured.working, stopwatch(device), device, marked=False)
-    values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
+    values = captured.on_device(inputs, device)
     return lambda: whole.run(values)
 
 
@@ -103,9 +103,7 @@ class _Bench:
         self, captured: Captured, inputs: Sequence[Tensor], device: torch.device, loss: Loss | None
     ) -> None:
         self.captured, self.device, self.loss = captured, device, loss
-        self.inputs = {
-            name: value.to(device) for name, value in zip(captured.inputs, inputs, strict=True)
-        }
+        self.inputs = captured.on_device(inputs, device)
         self.nodes = captured.working
         self.watch = stopwatch(device)
         self.whole = self._stretch(self.nodes, marked=True)

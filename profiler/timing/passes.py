@@ -188,9 +188,7 @@ class Stretch:
 def _with_marks(
     part: Segment, owner: Mapping[str, str], nodes: Sequence[str], note: Callable[..., None]
 ) -> Segment:
-    """Returns the same module with its nodes in order, a call of `note` before each and after the
-    last.
-    """
+    """Returns the module with its nodes in order, and calls of `note` before, between and after."""
     original = part.module.graph
     (output,) = original.find_nodes(op="output")
     inside: dict[str, list[fx.Node]] = {name: [] for name in nodes}

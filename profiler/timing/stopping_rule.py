@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pipedream.graph.profile import Quartiles
+
+_Turn = TypeVar("_Turn")
+
+_STABLE = 0.03
+_MOST_WARMUP, _WARMUP_SECONDS = 10, 10.0
+_PRECISION = 0.01
+_FEWEST, _MOST = 4, 200
+_LEAST_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -17,19 +26,13 @@ class StoppingRule:
 
     Warm-up then ends when a pass is less than `_STABLE` faster than the one before, or after two
     passes and `_WARMUP_SECONDS`. Repeats end when the median is known within `_PRECISION`, or after
-    `seconds`; there are at least `_FEWEST`, over at least `_LEAST_SECONDS`.
+    `seconds` or `most`; there are at least `_FEWEST`, over at least `_LEAST_SECONDS`.
     """
 
     warmup: int | None = None
     repeats: int | None = None
     seconds: float = 30.0
-
-
-_STABLE = 0.03
-_MOST_WARMUP, _WARMUP_SECONDS = 10, 10.0
-_PRECISION = 0.01
-_FEWEST, _MOST = 4, 200
-_LEAST_SECONDS = 8.0
+    most: int = _MOST
 
 
 @dataclass
@@ -40,6 +43,26 @@ class Repeats:
     noted: list[float] = field(default_factory=list)
     warming: list[float] = field(default_factory=list)
     began: float = 0.0
+
+    def run(
+        self,
+        once: Callable[[], _Turn],
+        seconds: Callable[[_Turn], float],
+        progress: Callable[[float], None] = lambda part: None,
+    ) -> list[_Turn]:
+        """Calls `once` for the warm-up, then for each repeat, and returns what the repeats gave.
+
+        `seconds` says how long one took; `progress` is called with the fraction done.
+        """
+        while self.warm(seconds(once())):
+            pass
+        turns: list[_Turn] = []
+        more = True
+        while more:
+            turns.append(once())
+            more = self.go_on(seconds(turns[-1]))
+            progress(self.part)
+        return turns
 
     def warm(self, seconds: float) -> bool:
         """Records a pass of the warm-up; returns whether another is needed."""
@@ -62,7 +85,7 @@ class Repeats:
         taken = now - self.began
         if count < _FEWEST:
             return True
-        if count >= _MOST or taken >= self.stopping_rule.seconds:
+        if count >= self.stopping_rule.most or taken >= self.stopping_rule.seconds:
             return False
         return taken < _LEAST_SECONDS or not self._precise
 

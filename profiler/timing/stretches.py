@@ -48,9 +48,7 @@ def stretches(
 
 
 def _crossing(graph: Graph, nodes: Sequence[str]) -> list[float]:
-    """Returns the bytes computed before and read after each place between two nodes, and both
-    ends.
-    """
+    """Returns the bytes computed before and read after each place between nodes, and both ends."""
     position = {name: index for index, name in enumerate(nodes)}
     change = [0.0] * (len(nodes) + 1)
     for name, index in position.items():

@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import fx, nn
 
-from pipedream.capture.programs.draws import is_draw, note_seed
+from pipedream.capture.programs.draws import note_seed
+from pipedream.capture.rewrites.writes import is_draw
 from pipedream.capture.segment import Segment
 
 

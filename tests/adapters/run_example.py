@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import import_torchvision
 
 import_torchvision()  # where torch is a build without its operators, others fail to import it
 sys.argv = sys.argv[1:]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import import_torchvision
 from pipedream.capture.export import capture
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError

@@ -14,7 +14,7 @@ import torch
 from plans import cut, make_plan
 from processes import free_port, run_processes
 
-from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import import_torchvision
 from pipedream.capture.export import capture
 from pipedream.comm.rank_info import RankInfo
 

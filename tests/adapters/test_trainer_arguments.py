@@ -11,7 +11,7 @@ import pytest
 
 from pipedream.adapters import trainer_arguments
 from pipedream.adapters.trainer_arguments import AS_IN_TRAINER, REFUSED, WITHOUT_EFFECT
-from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import import_torchvision
 from pipedream.graph.errors import UserError
 
 KNOWN = AS_IN_TRAINER | WITHOUT_EFFECT | REFUSED.keys()

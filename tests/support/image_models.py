@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import import_torchvision
 
 models = import_torchvision().models
 

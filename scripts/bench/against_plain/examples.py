@@ -28,7 +28,7 @@ from torch import nn
 from trained import Failed, in_time
 
 import pipedream
-from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import import_torchvision
 from pipedream.runtime.supervise.launch import spawn
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"

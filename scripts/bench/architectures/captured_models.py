@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.captured import Captured, flatten_inputs
-from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import import_torchvision
 from pipedream.capture.export import capture
 from pipedream.capture.segment import segment
 from pipedream.capture.sources.load import load

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import pipedream
-from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import import_torchvision
 from pipedream.capture.sources.load import load
 from pipedream.comm.rank_info import LOCALHOST, RankInfo, free_port
 from pipedream.graph.plan import Plan

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from pipedream.capture.errors import user_code
-from pipedream.capture.errors.torchvision_import import import_torchvision
-from pipedream.capture.errors.user_code import load_function
+from pipedream.capture.errors.user_code import import_torchvision, load_function
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load, load_config, load_config_model, load_data
 from pipedream.capture.sources.minibatch import example, minibatch

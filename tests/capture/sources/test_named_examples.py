@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import import_torchvision
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config, load_config_model, load_data
 from pipedream.capture.sources.named_examples import NamedExamples, input_names
