@@ -2,7 +2,6 @@
 
 `model` (graph.txt), `profile`, `cluster`, `plan`, `run_config`, `measured_run`:
 one file format each, checked by pydantic. `timeline` and `draw`: pictures of them. `errors` and
-`command`: one line for every mistake of a user. `units`: text to bytes and seconds. `sharding/`:
-tensors that several devices hold.
-Begin with `model`, then `profile` and `plan`.
+`command`: one line for every mistake of a user. `units`: text to bytes and seconds.
+`placements/`: tensors that several devices hold. Begin with `model`, then `profile` and `plan`.
 """

@@ -82,9 +82,7 @@ class MeasuredRun(ArtifactModel):
 
     @property
     def slowest(self) -> tuple[int, float]:
-        """Returns the stage with the most compute time per minibatch of the pipeline, and its
-        seconds.
-        """
+        """Returns the stage with the most compute time per minibatch of the pipeline, and that."""
         busy = {
             rank.stage: rank.busy_seconds / self.plan.stages[rank.stage].replicas
             for rank in sorted(self.ranks, key=lambda rank: rank.busy_seconds)

@@ -216,17 +216,13 @@ class Predicted(ArtifactModel):
 
     @property
     def seconds_in_a_run(self) -> float:
-        """Returns the seconds per minibatch that are expected in a run; without variation if it is
-        unknown.
-        """
+        """Returns the expected seconds per minibatch; without variation if it is unknown."""
         expected = self.expected_seconds_per_minibatch
         return self.seconds_per_minibatch if expected is None else expected
 
     @property
     def seconds_shared_out(self) -> float:
-        """Returns the seconds per minibatch; for a latency plan, the batch time divided by its
-        minibatches.
-        """
+        """Returns the seconds per minibatch; for latency, the batch time by its minibatches."""
         if self.latency_seconds is None or self.microbatches is None:
             return self.seconds_per_minibatch
         return self.latency_seconds / self.microbatches
@@ -237,9 +233,7 @@ BoundedAmount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 
 
 class LinkSeconds(ArtifactModel):
-    """Holds the seconds until an activation of a microbatch, and its gradient, has come from one
-    stage to another.
-    """
+    """Holds the seconds that an activation, and its gradient, takes between two stages."""
 
     source: int = Field(ge=0)
     target: int = Field(ge=0)
@@ -345,9 +339,7 @@ class DraftPlan(ArtifactModel):
 
     @property
     def max_in_flight(self) -> tuple[int, ...] | None:
-        """Returns how many minibatches each stage may have in flight, where the planner has said
-        so.
-        """
+        """Returns how many minibatches each stage may have in flight, if the planner says so."""
         counts = [stage.in_flight for stage in self.stages if stage.in_flight is not None]
         return tuple(counts) if len(counts) == len(self.stages) else None
 
@@ -382,9 +374,7 @@ class DraftPlan(ArtifactModel):
 
     @property
     def rank_map(self) -> tuple[int, ...]:
-        """Returns the place of each stage in the pipeline: stages on the same ranks have the
-        same.
-        """
+        """Returns the place of each stage in the pipeline; stages of the same ranks share one."""
         places: dict[tuple[int, ...], int] = {}
         return tuple(places.setdefault(stage.ranks, len(places)) for stage in self.stages)
 

@@ -337,10 +337,9 @@ class Sharing(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingOverheads:
-    """Returns the costs of training beyond those of the nodes.
+    """Holds the costs of training beyond those of the nodes.
 
     `update_rates`: bytes of parameters per second of a step, by optimizer. `call_forward`,
-    `call_backward`: seconds of each pass of a stage, whatever its nodes. `reading`: seconds that
     `call_backward`: seconds of each pass of a stage, whatever its nodes. `reading`: seconds that
     reading a minibatch takes from the passes of a stage that reads data. `spread`: passes of the
     whole model as multiples of their median. `gradient_sum_rate`: bytes of gradients per second

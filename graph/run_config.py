@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -13,6 +13,8 @@ from pipedream.graph.errors import ArtifactModel, read_artifact
 
 METRICS = ("tensorboard", "wandb", "mlflow")
 """Packages that a run can give its metrics to."""
+
+_FUNCTION = r"[\w.\-]+:[\w.]+"
 
 
 class Factory(ArtifactModel):
@@ -25,11 +27,14 @@ class Factory(ArtifactModel):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
 
+    sources: ClassVar[str] = r"[\w.\-]+:[\w.\-/]+"
+    examples_of_source: ClassVar[str] = "package.module:factory or torchvision:NAME"
+
     @field_validator("source")
     @classmethod
     def _check_source(cls, source: str) -> str:
-        if re.fullmatch(r"[\w.\-]+:[\w.\-/]+", source) is None:
-            raise ValueError(f"write package.module:factory or torchvision:NAME, not {source!r}")
+        if re.fullmatch(cls.sources, source) is None:
+            raise ValueError(f"write {cls.examples_of_source}, not {source!r}")
         return source
 
 
@@ -40,16 +45,6 @@ class DataFactory(Factory):
     """`package.module:factory`, `torchvision-folder:PATH` or `huggingface:NAME_OR_PATH`. Paths are
     relative to the config's folder.
     """
-
-    @field_validator("source")
-    @classmethod
-    def _check_source(cls, source: str) -> str:
-        if re.fullmatch(r"(torchvision-folder|huggingface):.+|[\w.\-]+:[\w.]+", source) is None:
-            raise ValueError(
-                "write package.module:factory, torchvision-folder:PATH or huggingface:NAME, not "
-                f"{source!r}"
-            )
-        return source
 
     examples: int | None = Field(default=None, ge=1, strict=True)
     """Of a stream, such as an IterableDataset: the examples of an epoch. By default its length."""
@@ -65,10 +60,13 @@ class DataFactory(Factory):
     """Of examples that are dicts: the part that goes to the loss. By default the first there is of
     `labels`, `label`, `target`, `targets` and `y`.
     """
-    collate: str | None = Field(default=None, pattern=r"^[\w.\-]+:[\w.]+$")
+    collate: str | None = Field(default=None, pattern=f"^{_FUNCTION}$")
     """`package.module:function` that makes a minibatch of a list of examples: a dict, or inputs and
     target. By default torch's default_collate.
     """
+
+    sources = f"(torchvision-folder|huggingface):.+|{_FUNCTION}"
+    examples_of_source = "package.module:factory, torchvision-folder:PATH or huggingface:NAME"
 
 
 class GroupConfig(ArtifactModel):
@@ -126,10 +124,7 @@ class AsynchronousConfig(ArtifactModel):
 
 
 class SchedulerConfig(ArtifactModel):
-    """The learning rate scheduler.
-
-    Functions among its arguments are named as `package.module:function`.
-    """
+    """The learning rate scheduler. Functions among its arguments: `package.module:function`."""
 
     name: str
     """A class of torch.optim.lr_scheduler."""
@@ -157,12 +152,8 @@ class MetricsConfig(Factory):
     pipedream.MetricsWriter.
     """
 
-    @field_validator("source")
-    @classmethod
-    def _check_source(cls, source: str) -> str:
-        if source not in METRICS and re.fullmatch(r"[\w.\-]+:[\w.]+", source) is None:
-            raise ValueError(f"write {', '.join(METRICS)} or package.module:Class, not {source!r}")
-        return source
+    sources = "|".join((*METRICS, _FUNCTION))
+    examples_of_source = f"{', '.join(METRICS)} or package.module:Class"
 
 
 class RunConfig(ArtifactModel):
@@ -253,7 +244,7 @@ class RunConfig(ArtifactModel):
         for name, source in named.items():
             if not name.isidentifier() or name in ("loss", "accuracy"):
                 raise ValueError(f"{name!r} names no metric of your own: write a word, such as f1")
-            if re.fullmatch(r"[\w.\-]+:[\w.]+", source) is None:
+            if re.fullmatch(_FUNCTION, source) is None:
                 raise ValueError(f"{name}: write package.module:function, not {source!r}")
         return named
 

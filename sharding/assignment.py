@@ -18,14 +18,20 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 
 from pipedream.graph.cluster import Cluster, Link
 from pipedream.graph.errors import ArtifactModel
-from pipedream.graph.placements.notation import show_placements
 from pipedream.graph.placements.operators import (
     OperatorCall,
     OperatorGraph,
     StageOutput,
     TensorType,
 )
-from pipedream.graph.placements.placement import Mesh, Partial, Placements, Replicate, axis_groups
+from pipedream.graph.placements.placement import (
+    Mesh,
+    Partial,
+    Placements,
+    Replicate,
+    axis_groups,
+    show_placements,
+)
 from pipedream.sharding.redistribution import redistribute
 from pipedream.sharding.rules import summed_types
 from pipedream.sharding.rules.strategy import Strategy

@@ -23,9 +23,15 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.placements.notation import show_placements
 from pipedream.graph.placements.operators import OperatorGraph, StageInput
-from pipedream.graph.placements.placement import Partial, Placement, Placements, Replicate, Shard
+from pipedream.graph.placements.placement import (
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    show_placements,
+)
 from pipedream.graph.placements.requests import Requests, requested_operators, requested_values
 from pipedream.sharding.assignment import Assignment, LinkedMesh, output_target
 from pipedream.sharding.axis import AxisProblem, reads, results

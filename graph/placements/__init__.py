@@ -1,6 +1,6 @@
 """Where the elements of a tensor are when several devices hold it, and the operators of a stage.
 
-`placement`: replicated, sharded or partial on each axis of a device mesh. `notation`: the same as
-text. `regions`: what a device then holds. `operators`: the operators of a stage as plain data,
-operators.json. `requests`: the placements that a user sets. Begin with `placement`.
+`placement`: replicated, sharded or partial on each axis of a device mesh, as text too. `regions`:
+what a device then holds. `operators`: the operators of a stage as plain data, operators.json.
+`requests`: the placements that a user sets. Begin with `placement`.
 """

@@ -9,17 +9,22 @@ A dimension of 8 on a mesh (2, 2):
 
     (Shard(0), Shard(0))     device 0: 0 1   1: 2 3   2: 4 5   3: 6 7
     (Shard(0), Replicate())  device 0 and 1: 0 1 2 3   2 and 3: 4 5 6 7
+
+As text in DTensor's notation: `S(0),R`, `P` for partial, `S(0, chunks=3)`; one for each mesh axis.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
+
+_SHARD = re.compile(r"S\(\s*([0-9]+)\s*(?:,\s*chunks\s*=\s*([1-9][0-9]*)\s*)?\)")
 
 
 @dataclass(frozen=True)
@@ -83,3 +88,43 @@ def sharding_axes(placements: Placements, dim: int) -> Iterator[tuple[int, Shard
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim == dim:
             yield axis, placement
+
+
+def show_placements(placements: Placements) -> str:
+    """Returns the placements in DTensor's notation: `S(0),R,P`."""
+    return ",".join(map(_show, placements))
+
+
+def parse_placements(text: str) -> Placements:
+    """Reads `S(0),R` or `(S(1, chunks=3), P)`. Raises ValueError with a message for the user."""
+    inner = text.strip()
+    if inner.startswith("(") and inner.endswith(")"):
+        inner = inner[1:-1]
+    outside_parentheses = re.compile(r",(?![^()]*\))")
+    return tuple(_parse(part.strip(), text) for part in outside_parentheses.split(inner))
+
+
+def _show(placement: Placement) -> str:
+    match placement:
+        case Shard(dim, 1):
+            return f"S({dim})"
+        case Shard(dim, chunks):
+            return f"S({dim}, chunks={chunks})"
+        case Partial():
+            return "P"
+        case Replicate():
+            return "R"
+
+
+def _parse(part: str, text: str) -> Placement:
+    if part == "R":
+        return Replicate()
+    if part in ("P", "P(sum)"):
+        return Partial()
+    match = _SHARD.fullmatch(part)
+    if match is None:
+        raise ValueError(
+            f"{text!r}: {part!r} is no placement: write S(0), R or P for each mesh axis, "
+            "such as S(0),R"
+        )
+    return Shard(int(match[1]), int(match[2] or 1))

@@ -10,9 +10,14 @@ from fnmatch import fnmatchcase
 from pydantic import Field
 
 from pipedream.graph.errors import ArtifactModel, UserError
-from pipedream.graph.placements.notation import parse_placements, show_placements
 from pipedream.graph.placements.operators import OperatorGraph, StageInput
-from pipedream.graph.placements.placement import Mesh, Partial, Placements
+from pipedream.graph.placements.placement import (
+    Mesh,
+    Partial,
+    Placements,
+    parse_placements,
+    show_placements,
+)
 from pipedream.graph.placements.regions import check_placements
 
 

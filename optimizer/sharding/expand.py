@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipedream.graph.model import Graph
-from pipedream.graph.placements.notation import show_placements
+from pipedream.graph.placements.placement import show_placements
 from pipedream.graph.placements.requests import PlacementTexts
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile

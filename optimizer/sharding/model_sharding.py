@@ -9,7 +9,6 @@ from functools import cached_property
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
-from pipedream.graph.placements.notation import parse_placements
 from pipedream.graph.placements.operators import (
     OperatorCall,
     OperatorProfile,
@@ -23,6 +22,7 @@ from pipedream.graph.placements.placement import (
     Replicate,
     Shard,
     device_count,
+    parse_placements,
 )
 from pipedream.graph.placements.requests import Requests
 from pipedream.sharding.assignment import Assignment, LinkedMesh

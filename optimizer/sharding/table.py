@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from pipedream.graph.placements.notation import show_placements
-from pipedream.graph.placements.placement import Replicate
+from pipedream.graph.placements.placement import Replicate, show_placements
 from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.profile import Profile
 from pipedream.graph.units import show_bytes, show_seconds

@@ -13,8 +13,8 @@ from played import played
 from pipedream.graph import timeline
 from pipedream.graph.timeline import Event, Panel, draw, memory_png, panels_png, write_chrome
 from pipedream.schedule.action import Action
+from pipedream.schedule.orders.literature import vee
 from pipedream.schedule.orders.named import round_of
-from pipedream.schedule.rank_maps import vee
 
 
 @pytest.fixture

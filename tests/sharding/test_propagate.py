@@ -18,7 +18,6 @@ from torch import Tensor, nn, randn
 from pipedream.capture.programs.description import describe
 from pipedream.graph.cluster import Link
 from pipedream.graph.errors import UserError
-from pipedream.graph.placements.notation import parse_placements, show_placements
 from pipedream.graph.placements.operators import (
     Argument,
     Input,
@@ -29,7 +28,7 @@ from pipedream.graph.placements.operators import (
     StageOutput,
     TensorType,
 )
-from pipedream.graph.placements.placement import Replicate
+from pipedream.graph.placements.placement import Replicate, parse_placements, show_placements
 from pipedream.graph.placements.requests import Requests
 from pipedream.sharding.assignment import (
     Assignment,

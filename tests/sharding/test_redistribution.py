@@ -21,7 +21,6 @@ from sharded import (
 )
 
 from pipedream.graph.cluster import Link
-from pipedream.graph.placements.notation import parse_placements, show_placements
 from pipedream.graph.placements.placement import (
     Mesh,
     Partial,
@@ -30,6 +29,8 @@ from pipedream.graph.placements.placement import (
     Replicate,
     Shard,
     axis_groups,
+    parse_placements,
+    show_placements,
 )
 from pipedream.sharding.redistribution import redistribute
 from pipedream.sharding.steps import Collective, MeshTensor, Step, make_step, steps_from

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipedream.capture.programs.description import describe, describe_operator
-from pipedream.graph.placements.notation import show_placements
 from pipedream.graph.placements.operators import Operator, OperatorGraph
-from pipedream.graph.placements.placement import Partial, Replicate, Shard
+from pipedream.graph.placements.placement import Partial, Replicate, Shard, show_placements
 from pipedream.sharding.rules import RULES, local_operator, pointwise, strategies, views
 from pipedream.sharding.rules.strategy import DivisionRule, Strategy
 

@@ -10,8 +10,14 @@ from amount import examples
 from hypothesis import given, settings
 from sharded import MESHES, held_ids, random_placements, random_shape
 
-from pipedream.graph.placements.notation import parse_placements
-from pipedream.graph.placements.placement import Mesh, Partial, Placements, Replicate, device_count
+from pipedream.graph.placements.placement import (
+    Mesh,
+    Partial,
+    Placements,
+    Replicate,
+    device_count,
+    parse_placements,
+)
 from pipedream.graph.placements.regions import Region
 from pipedream.sharding.tiles import TileTransfers, Transfer, match_tiles
 

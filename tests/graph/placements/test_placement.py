@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.graph.placements.notation import parse_placements, show_placements
-from pipedream.graph.placements.placement import Partial, Placements, Replicate, Shard
+from pipedream.graph.placements.placement import (
+    Partial,
+    Placements,
+    Replicate,
+    Shard,
+    parse_placements,
+    show_placements,
+)
 
 plain = st.one_of(st.just(Replicate()), st.builds(Shard, st.integers(0, 3)))
 every = st.one_of(plain, st.just(Partial()), st.builds(Shard, st.integers(0, 3), st.integers(1, 4)))
