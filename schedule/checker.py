@@ -90,6 +90,7 @@ class _WorkerReplay:
     the most minibatches in flight, and versions.
     """
 
+    worker: Worker
     rank: _RankReplay
     versions: Versions
     in_flight: dict[int, int] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class _Replay:
         self.bounds = [policy.peak(stage) for stage in stages]
         self.ranks = [_RankReplay(workers, listed) for workers, listed in actions.items()]
         self.states = {
-            worker: _WorkerReplay(rank, Versions(rank.of(worker)))
+            worker: _WorkerReplay(worker, rank, Versions(rank.of(worker)))
             for rank in self.ranks
             for worker in rank.workers
         }
@@ -170,14 +171,14 @@ class _Replay:
                     moved |= rank.position > begin
         for rank in self.ranks:
             if (waiting := rank.next) is not None:
-                worker = waiting.stage, waiting.replica
-                raise self._unsound(worker, "deadlock: waits for ever")
-        for worker, state in self.states.items():
-            self._finish(worker, state)
+                state = self.states[waiting.stage, waiting.replica]
+                raise self._unsound(state, "deadlock: waits for ever")
+        for state in self.states.values():
+            self._finish(state)
         for (_, _, kind), queue in self.between.items():
             for message in queue:
                 to = show_worker(message.target)
-                raise self._unsound(message.source, f"{kind} to {to} never received")
+                raise self._unsound(self.states[message.source], f"{kind} to {to} never received")
 
     def _go_on(self, rank: _RankReplay) -> None:
         """Performs actions of `rank` until it has to wait, or has come to its end."""
@@ -186,120 +187,115 @@ class _Replay:
             action = actions[position]
             worker = action.stage, action.replica
             if worker not in rank.workers:
-                raise self._unsound(rank.workers[0], "an action of another worker")
-            if not perform[action.kind](worker, states[worker], action):
+                raise self._unsound(states[rank.workers[0]], "an action of another worker")
+            if not perform[action.kind](states[worker], action):
                 rank.waits = True
                 return
             rank.position += 1
 
-    def _forward(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
-        stage, minibatch, version = worker[0], action.minibatch, action.version
-        spec = self.spec
-        if minibatch >= self.schedule.minibatches or minibatch % spec.replicas[stage] != worker[1]:
-            raise self._unsound(worker, "a minibatch of another replica")
+    def _forward(self, state: _WorkerReplay, action: Action) -> bool:
+        (stage, replica), spec = state.worker, self.spec
+        minibatch, version = action.minibatch, action.version
+        if minibatch >= self.schedule.minibatches or minibatch % spec.replicas[stage] != replica:
+            raise self._unsound(state, "a minibatch of another replica")
         if minibatch in state.forward:
-            raise self._unsound(worker, "forward twice")
+            raise self._unsound(state, "forward twice")
         entered = self.entered.get(minibatch, 0)
         newest = state.versions.newest
         expected = self.policy.version(stage, minibatch, newest, entered)
         if version != expected:
-            raise self._unsound(worker, f"{spec.name} wants version {expected}")
+            raise self._unsound(state, f"{spec.name} wants version {expected}")
         if state.normed == version > newest:
-            raise self._unsound(worker, "its update waits for the norm of other stages of the rank")
+            raise self._unsound(state, "its update waits for the norm of other stages of the rank")
         if version > newest:
-            raise self._unsound(worker, f"{newest} updates stand before it")
-        self._take(worker, state, Kind.RECV_ACTIVATION, self.sources[stage], minibatch)
+            raise self._unsound(state, f"{newest} updates stand before it")
+        self._take(state, Kind.RECV_ACTIVATION, self.sources[stage], minibatch)
         state.forward.add(minibatch)
         state.in_flight[minibatch] = version
-        self._keep_within(worker, state)
+        self._keep_within(state)
         return True
 
-    def _backward(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
-        self._backward_input(worker, state, action)
-        return self._backward_weight(worker, state, action)
+    def _backward(self, state: _WorkerReplay, action: Action) -> bool:
+        self._backward_input(state, action)
+        return self._backward_weight(state, action)
 
-    def _backward_input(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
+    def _backward_input(self, state: _WorkerReplay, action: Action) -> bool:
         """Replays the first half of a backward pass. It may come before its round begins: the
         gradients of weights that change then do not.
         """
         minibatch = action.minibatch
-        self._check_version(worker, state, action)
+        self._check_version(state, action)
         if minibatch in state.halfway:
-            raise self._unsound(worker, "has begun its backward pass before")
-        self._take(worker, state, Kind.RECV_GRADIENT, self.targets[worker[0]], minibatch)
+            raise self._unsound(state, "has begun its backward pass before")
+        self._take(state, Kind.RECV_GRADIENT, self.targets[state.worker[0]], minibatch)
         state.halfway.add(minibatch)
         state.returned.add(minibatch)
         return True
 
-    def _backward_weight(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
+    def _backward_weight(self, state: _WorkerReplay, action: Action) -> bool:
         minibatch = action.minibatch
-        self._check_version(worker, state, action)
+        self._check_version(state, action)
         if minibatch not in state.halfway:
-            raise self._unsound(worker, "the second half without the first")
+            raise self._unsound(state, "the second half without the first")
         now = max(state.versions.newest, state.normed)
-        if minibatch // self.policy.round_size(worker[0]) != now:
-            raise self._unsound(worker, "its round is over, or not yet begun")
+        if minibatch // self.policy.round_size(state.worker[0]) != now:
+            raise self._unsound(state, "its round is over, or not yet begun")
         state.halfway.remove(minibatch)
         state.backward.add(minibatch)
         state.versions.gone_backward(state.in_flight.pop(minibatch))
         return True
 
-    def _check_version(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
+    def _check_version(self, state: _WorkerReplay, action: Action) -> None:
         version = state.in_flight.get(action.minibatch)
         if version is None:
-            raise self._unsound(worker, "backward without a forward")
+            raise self._unsound(state, "backward without a forward")
         if action.version != version:
-            raise self._unsound(worker, f"forward ran on version {version}")
+            raise self._unsound(state, f"forward ran on version {version}")
 
-    def _keep_within(self, worker: Worker, state: _WorkerReplay) -> None:
+    def _keep_within(self, state: _WorkerReplay) -> None:
         """Records what the worker holds after an action that increased it; checks the bound."""
-        bound = self.bounds[worker[0]]
+        bound = self.bounds[state.worker[0]]
         peak = state.peak[:] = (
             max(state.peak[0], len(state.in_flight)),
             max(state.peak[1], len(state.versions.alive)),
         )
         if peak[0] > bound.in_flight:
-            raise self._unsound(worker, f"more than {bound.in_flight} in flight")
+            raise self._unsound(state, f"more than {bound.in_flight} in flight")
         if peak[1] > bound.versions:
-            raise self._unsound(worker, f"more than {bound.versions} versions alive")
+            raise self._unsound(state, f"more than {bound.versions} versions alive")
 
     def _take(
-        self,
-        worker: Worker,
-        state: _WorkerReplay,
-        kind: Kind,
-        stages: Sequence[int],
-        minibatch: int,
+        self, state: _WorkerReplay, kind: Kind, stages: Sequence[int], minibatch: int
     ) -> None:
         """Uses up the messages that the pass of `minibatch` needs."""
         for stage in stages:
             message = (kind, minibatch, stage)
             if message not in state.received:
-                raise self._unsound(worker, f"{kind} from {stage} is missing")
+                raise self._unsound(state, f"{kind} from {stage} is missing")
             state.received.remove(message)
 
-    def _send(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
-        peer = self._peer(worker, action)
+    def _send(self, state: _WorkerReplay, action: Action) -> bool:
+        worker, peer = state.worker, self._peer(state, action)
         forwards = action.kind is Kind.SEND_ACTIVATION
         if action.minibatch not in (state.forward if forwards else state.returned):
-            raise self._unsound(worker, "sends what is not made yet")
+            raise self._unsound(state, "sends what is not made yet")
         taken_by = Kind.RECV_ACTIVATION if forwards else Kind.RECV_GRADIENT
         message = _Message(action.minibatch, worker, peer)
         self._queue(worker, peer, taken_by).append(message)
         self.states[peer].rank.waits = False
         return True
 
-    def _receive(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
-        peer = self._peer(worker, action)
+    def _receive(self, state: _WorkerReplay, action: Action) -> bool:
+        worker, peer = state.worker, self._peer(state, action)
         queue = self._queue(peer, worker, action.kind)
         if not queue:
             return False
         minibatch, source, target = queue.popleft()
         if (source, target) != (peer, worker):
             way = f"from {show_worker(source)} to {show_worker(target)}"
-            raise self._unsound(worker, f"minibatch {minibatch} {way} comes first")
+            raise self._unsound(state, f"minibatch {minibatch} {way} comes first")
         if minibatch != action.minibatch:
-            raise self._unsound(worker, f"minibatch {minibatch} comes first")
+            raise self._unsound(state, f"minibatch {minibatch} comes first")
         state.received.add((action.kind, minibatch, peer[0]))
         return True
 
@@ -312,29 +308,31 @@ class _Replay:
             queue = self.queues[source, target, kind] = self.between.setdefault(key, deque())
         return queue
 
-    def _peer(self, worker: Worker, action: Action) -> Worker:
+    def _peer(self, state: _WorkerReplay, action: Action) -> Worker:
         """Returns the other end of a message. Raises UnsoundError if there is no link to it."""
         peer = action.peer
         if peer is None:
-            raise self._unsound(worker, "a message without a peer")
+            raise self._unsound(state, "a message without a peer")
         outwards = action.kind is Kind.SEND_ACTIVATION or action.kind is Kind.RECV_GRADIENT
-        link = (worker[0], peer[0]) if outwards else (peer[0], worker[0])
+        here = state.worker[0]
+        link = (here, peer[0]) if outwards else (peer[0], here)
         if link not in self.links:
-            raise self._unsound(worker, f"there is no link {link}")
+            raise self._unsound(state, f"there is no link {link}")
         if action.minibatch % self.spec.replicas[peer[0]] != peer[1]:
-            raise self._unsound(worker, "not its replica")
+            raise self._unsound(state, "not its replica")
         return peer
 
-    def _all_reduce(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
+    def _all_reduce(self, state: _WorkerReplay, action: Action) -> bool:
         """A tied stage adds up what it alone holds with its replicas, then the rest with all tied
         stages: a rank waits for these when it comes to the last of its own.
         """
-        self._check_round(worker, state, action)
+        worker, replicas = state.worker, self.spec.replicas[state.worker[0]]
+        self._check_round(state, action)
         if state.summed == action:
-            raise self._unsound(worker, "all-reduce twice")
+            raise self._unsound(state, "all-reduce twice")
         come = self.sums.setdefault((worker[0], action.version), set())
-        self._come(worker, come, self.spec.replicas[worker[0]])
-        if len(come) < self.spec.replicas[worker[0]]:
+        self._come(worker, come, replicas)
+        if len(come) < replicas:
             return False
         if worker in self.tied:
             come = self.tied_sums.setdefault(action.version, set())
@@ -352,74 +350,74 @@ class _Replay:
                 for rank in self.ranks:
                     rank.waits = False
 
-    def _norm(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
+    def _norm(self, state: _WorkerReplay, action: Action) -> bool:
         """A rank waits at the last norm of its workers in a round, until all workers have come."""
-        self._check_round(worker, state, action)
-        self._check_reduced(worker, state, action)
+        self._check_round(state, action)
+        self._check_reduced(state, action)
         if not self.spec.joint_norm:
-            raise self._unsound(worker, "a norm that nobody asks for")
+            raise self._unsound(state, "a norm that nobody asks for")
         if state.normed == action.version:
-            raise self._unsound(worker, "norm twice")
+            raise self._unsound(state, "norm twice")
         come = self.norms.setdefault(action.version, set())
-        self._come(worker, come, len(self.states))
+        self._come(state.worker, come, len(self.states))
         if len(come) < len(self.states) and come.issuperset(state.rank.workers):
             return False
         state.normed = action.version
         return True
 
-    def _update(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
-        self._check_round(worker, state, action)
-        self._check_reduced(worker, state, action)
+    def _update(self, state: _WorkerReplay, action: Action) -> bool:
+        self._check_round(state, action)
+        self._check_reduced(state, action)
         come = self.norms.get(action.version, ())
         if self.spec.joint_norm and len(come) < len(self.states):
-            raise self._unsound(worker, "update before its norm")
+            raise self._unsound(state, "update before its norm")
         state.versions.updated()
-        self._keep_within(worker, state)
+        self._keep_within(state)
         return True
 
-    def _check_reduced(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
+    def _check_reduced(self, state: _WorkerReplay, action: Action) -> None:
         """Checks that the gradients that `action` uses are those of all replicas."""
         summed = state.summed == action._replace(kind=Kind.ALL_REDUCE)
-        if worker in self.tied:
+        if state.worker in self.tied:
             summed = summed and len(self.tied_sums[action.version]) == len(self.tied)
-        if self.spec.reduces(worker[0]) and not summed:
+        if self.spec.reduces(state.worker[0]) and not summed:
             what = "norm" if action.kind is Kind.NORM else "update"
-            raise self._unsound(worker, f"{what} before its all-reduce")
+            raise self._unsound(state, f"{what} before its all-reduce")
 
-    def _check_round(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
+    def _check_round(self, state: _WorkerReplay, action: Action) -> None:
         """Checks that `action` closes the current round, and that this worker has done its part."""
-        stage, replica = worker
+        stage, replica = state.worker
         newest = state.versions.newest
         first = newest * self.policy.round_size(stage)
         size = self.schedule.in_round(stage, newest)
         expected = (first, size, newest + 1)
         actual = (action.minibatch, action.divisor, action.version)
         if actual != expected:
-            raise self._unsound(worker, f"expected {expected}, found {actual}")
+            raise self._unsound(state, f"expected {expected}, found {actual}")
         step = self.spec.replicas[stage]
         for minibatch in range(first + (replica - first) % step, first + size, step):
             if minibatch not in state.backward:
-                raise self._unsound(worker, f"minibatch {minibatch} has not had its backward pass")
+                raise self._unsound(state, f"minibatch {minibatch} has not had its backward pass")
 
-    def _finish(self, worker: Worker, state: _WorkerReplay) -> None:
-        stage, replica = worker
+    def _finish(self, state: _WorkerReplay) -> None:
+        stage, replica = state.worker
         minibatches = set(range(replica, self.schedule.minibatches, self.spec.replicas[stage]))
         for kind, done in ((Kind.FORWARD, state.forward), (Kind.BACKWARD, state.backward)):
             if done != minibatches:
                 missing = ", ".join(
                     f"{kind}{minibatch}" for minibatch in sorted(minibatches - done)
                 )
-                raise self._unsound(worker, f"{missing} missing")
+                raise self._unsound(state, f"{missing} missing")
         left = self.schedule.in_round(stage, state.versions.newest)
         if left:
-            raise self._unsound(worker, f"no update for the last {left} minibatches")
+            raise self._unsound(state, f"no update for the last {left} minibatches")
         if state.received:
-            raise self._unsound(worker, f"never used: {state.received}")
+            raise self._unsound(state, f"never used: {state.received}")
 
-    def _unsound(self, worker: Worker, problem: str) -> UnsoundError:
-        action = self.states[worker].rank.next
+    def _unsound(self, state: _WorkerReplay, problem: str) -> UnsoundError:
+        action = state.rank.next
         at = "at the end" if action is None else f"at {action}"
-        return UnsoundError(f"worker {show_worker(worker)} {at}: {problem}\n{self._show()}")
+        return UnsoundError(f"worker {show_worker(state.worker)} {at}: {problem}\n{self._show()}")
 
     def _show(self) -> str:
         """Returns the last few actions of each rank, a bar, and its next few."""

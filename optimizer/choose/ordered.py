@@ -28,9 +28,9 @@ from pipedream.optimizer.choose.ordered_trials import AUTO, OrderedTrial, Ordere
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.outcome import Outcome, Rival, ScheduleTime, StageFigures
 from pipedream.optimizer.search.request import Request
+from pipedream.schedule.orders.literature import loop
 from pipedream.schedule.orders.named import ROUND_ORDERS
 from pipedream.schedule.policy import Peak
-from pipedream.schedule.rank_maps import loop
 
 _STEPS = 80
 """A search ends when it has tried more divisions of a shape."""

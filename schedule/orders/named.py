@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from pipedream.schedule.orders.auto import auto
-from pipedream.schedule.orders.literature import LITERATURE, RoundOrder
+from pipedream.schedule.orders.literature import LITERATURE, RoundOrder, loop, vee
 from pipedream.schedule.orders.passes import Round, peaks, whole_where_nothing_waits
-from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.spec import PipelineSpec
 
 ROUND_ORDERS: Mapping[str, RoundOrder] = {

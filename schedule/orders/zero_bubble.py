@@ -29,19 +29,20 @@ from pipedream.schedule.spec import PipelineSpec
 
 def zb_h1(spec: PipelineSpec, microbatches: int) -> Round:
     """Makes an order with the peak of 1F1B, and about a third of its bubble."""
-    places = len(spec.places)
-    return [
-        list(_one_by_one(place, microbatches, warm_up=places - place, behind=place))
-        for place in range(places)
-    ]
+    return _with_weights_behind(spec, microbatches, 1)
 
 
 def zb_h2(spec: PipelineSpec, microbatches: int) -> Round:
     """Makes an order without a bubble where passes are alike, with twice as many in flight."""
-    places = len(spec.places)
+    return _with_weights_behind(spec, microbatches, 2)
+
+
+def _with_weights_behind(spec: PipelineSpec, microbatches: int, by: int) -> Round:
+    """Makes the order in which on each place W is `by` more behind B than on the place before."""
+    last = len(spec.places) - 1
     return [
-        list(_one_by_one(place, microbatches, warm_up=2 * (places - place) - 1, behind=2 * place))
-        for place in range(places)
+        list(_one_by_one(i, microbatches, warm_up=by * (last - i) + 1, behind=by * i))
+        for i in range(last + 1)
     ]
 
 

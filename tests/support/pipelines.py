@@ -13,7 +13,7 @@ from schedules import assigned
 from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.schedule.action import Action, Kind, StageLink, Worker
 from pipedream.schedule.generate import Step
-from pipedream.schedule.rank_maps import loop
+from pipedream.schedule.orders.literature import loop
 from pipedream.schedule.schedule import ORDERS, Passes, Schedule, write_actions
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 

@@ -43,7 +43,7 @@ from theirs import SCHEDULES, Theirs
 
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.graph.choices import DEFAULT_ORDER
-from pipedream.schedule.rank_maps import loop, vee
+from pipedream.schedule.orders.literature import loop, vee
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 
 MICROBATCHES = (2, 4, 8)

@@ -23,9 +23,9 @@ from divided import MODELS, captured_model, planned
 from ours import Ours, pass_times, update_seconds
 
 from pipedream.capture.compute_settings import keep_freed_memory
+from pipedream.schedule.orders.literature import loop
 from pipedream.schedule.orders.named import round_of
 from pipedream.schedule.orders.timing import Timing
-from pipedream.schedule.rank_maps import loop
 
 NAME, NAMED, FOUND = "unequal", "interleaved", "auto"
 ROUNDS, SECONDS = 4, 40.0

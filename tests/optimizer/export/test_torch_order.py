@@ -15,7 +15,7 @@ from pipedream.graph.choices import ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import OrderTimes, Plan
 from pipedream.optimizer.export.torch_order import torch_order
-from pipedream.schedule.rank_maps import loop, vee
+from pipedream.schedule.orders.literature import loop, vee
 
 Ranks = Sequence[Sequence[int]]
 MakePlan = Callable[..., Plan]

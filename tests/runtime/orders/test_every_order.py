@@ -17,8 +17,8 @@ from training import run_jobs
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.checkpoint.files import load_all
 from pipedream.runtime.run.job import Job
+from pipedream.schedule.orders.literature import loop, vee
 from pipedream.schedule.orders.named import ROUND_ORDERS
-from pipedream.schedule.rank_maps import loop, vee
 
 ORDERS = {
     "interleaved": (loop, 2),

@@ -33,7 +33,7 @@ from pipedream.runtime.checkpoint.files import load_all
 from pipedream.runtime.report.recording import read_trace
 from pipedream.runtime.run.job import Job
 from pipedream.schedule.action import Kind
-from pipedream.schedule.rank_maps import loop, vee
+from pipedream.schedule.orders.literature import loop, vee
 
 TWICE_TWO = [[0], [1], [0], [1]]
 

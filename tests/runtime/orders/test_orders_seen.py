@@ -11,7 +11,7 @@ from commands import typed
 from order_runs import MOMENTUM, on_ranks, prepare, train
 
 from pipedream.schedule.action import parse_action
-from pipedream.schedule.rank_maps import vee
+from pipedream.schedule.orders.literature import vee
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from pipedream.optimizer.export.torch_order import TorchOrder, torch_order
 from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.runtime.pipelining import split_policy
-from pipedream.schedule.rank_maps import loop, vee
+from pipedream.schedule.orders.literature import loop, vee
 
 CPU = torch.device("cpu")
 LAYERS, WIDTH, MICROBATCHES = 4, 6, 5

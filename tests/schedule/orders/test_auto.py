@@ -12,9 +12,8 @@ from pipelines import of_rounds
 
 from pipedream.schedule.checker import check_ranks
 from pipedream.schedule.orders.auto import auto, has_room
-from pipedream.schedule.orders.literature import literature
+from pipedream.schedule.orders.literature import literature, loop, vee
 from pipedream.schedule.orders.timing import Timing, halved
-from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 
 

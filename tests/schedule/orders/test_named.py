@@ -14,9 +14,9 @@ from pipelines import Orders, of_rounds
 
 from pipedream.graph.choices import DEFAULT_ORDER, ORDER_NAMES
 from pipedream.schedule.checker import check_ranks
+from pipedream.schedule.orders.literature import loop, vee
 from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
 from pipedream.schedule.orders.passes import Round, seconds_of
-from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 

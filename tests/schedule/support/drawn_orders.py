@@ -5,8 +5,8 @@ from __future__ import annotations
 from charts import timed
 
 from pipedream.schedule.action import Kind
+from pipedream.schedule.orders.literature import loop
 from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
-from pipedream.schedule.rank_maps import loop
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 
 SHORT = {Kind.BACKWARD_INPUT: "b", Kind.BACKWARD_WEIGHT: "w"}
