@@ -19,9 +19,9 @@ from pipedream.comm.rendezvous import RendezvousError, choose_device, connect_st
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
 from pipedream.profiler.device import device_name
+from pipedream.profiler.network.interference import Work
 from pipedream.profiler.network.levels import levels, levels_of
 from pipedream.profiler.network.measure import measure
-from pipedream.profiler.network.model_work import model_work
 from pipedream.profiler.network.options import NetworkOptions
 from pipedream.profiler.network.report import report
 from pipedream.profiler.network.wire import Wire, peer_errors
@@ -45,7 +45,7 @@ def measure_network(
     device, backend = choose_device(options.device, rank_info)
     torch.set_num_threads(options.threads)
     keep_freed_memory()
-    work = None if loaded is None else model_work(loaded, device)
+    work = None if loaded is None else Work.of_model(loaded, device)
     try:
         store = join(rank_info, connect_store(rank_info, _TIMEOUT), backend, device, _TIMEOUT)
         hosts = _hosts(store, rank_info)

@@ -20,11 +20,17 @@ from typing import TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from pipedream.capture.captured import flatten_inputs
+from pipedream.capture.compute_settings import Precision
+from pipedream.capture.export import capture
+from pipedream.capture.sources.load import Loaded
 from pipedream.graph.cluster import MOST_BUSY
 from pipedream.profiler.network.levels import Ranks
 from pipedream.profiler.network.options import Effort
 from pipedream.profiler.network.wire import Wait, Wire
+from pipedream.profiler.timing.full_pass import passes
 from pipedream.schedule.overlap import BUCKET_BYTES
 
 Seconds: TypeAlias = Callable[[float], float]
@@ -66,6 +72,35 @@ class Work:
             torch.mm(activations, next(turns))
 
         return Work(run, places=1)
+
+    @staticmethod
+    def of_model(loaded: Loaded, device: torch.device) -> Work:
+        """Makes work of forward and backward passes; places are where a gradient is there, as in a
+        run. Raises UserError if the model cannot be captured.
+
+        What a sum takes from a pass depends on the pass: one whose data a cache holds loses more to
+        what gloo copies and adds up than one that reads everything from memory anyway.
+        """
+        precision = Precision(loaded.autocast, device)
+        captured = capture(loaded.model, loaded.args, loaded.kwargs, precision=precision)
+        once = passes(captured, flatten_inputs(loaded.args, loaded.kwargs), device)
+        learned = [each for each in captured.module.parameters() if each.requires_grad]
+        listening: list[Callable[[], None]] = []
+
+        def arrived(_: Tensor) -> None:
+            for reached in listening:
+                reached()
+
+        for parameter in learned:
+            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+
+        def run(reached: Callable[[], None]) -> None:
+            reached()
+            listening[:] = [reached]
+            with precision.computing():
+                once()
+
+        return Work(run, places=1 + len(learned), gradient_bytes=sum(p.nbytes for p in learned))
 
 
 @dataclass(frozen=True)
@@ -118,9 +153,7 @@ class Steps:
         return taken / _STEPS
 
     def step(self, begin: Callable[[], Wait | None], under_way: deque[Wait]) -> None:
-        """Runs one step, with a call of `begin` in each part; what began is added to
-        `under_way`.
-        """
+        """Runs one step, with a call of `begin` in each part; `under_way` gets what began."""
         reached = begun = 0
 
         def place() -> None:
@@ -152,9 +185,7 @@ class Traffic:
 
     @staticmethod
     def messages(seconds: Seconds, begin: Begin) -> Traffic:
-        """Makes the traffic of activations; ranks that pass messages are not always at the same
-        step.
-        """
+        """Makes the traffic of activations, between ranks that may be at different steps."""
         return Traffic(seconds, begin, (250e3, 16e6), 1, 2)
 
     @staticmethod

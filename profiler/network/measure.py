@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedream.graph.cluster import Cluster, Link
-from pipedream.profiler.network.interference import Begin, Seconds, Traffic, Work, busy
+from pipedream.profiler.network.interference import Traffic, Work, busy
 from pipedream.profiler.network.levels import NetworkLevel, Ranks
 from pipedream.profiler.network.link_fit import LinkFit, fit_link
 from pipedream.profiler.network.options import Effort
@@ -49,6 +50,10 @@ class Timed:
     def link(self) -> Link:
         """Returns the link for the cluster file."""
         return self.fit.link.model_copy(update={"busy": round(self.busy, 2)})
+
+    def alone(self, size: float) -> float:
+        """Returns the seconds of one of so many bytes, as fitted."""
+        return float(self.fit.link.seconds(size))
 
     @staticmethod
     def of(sizes: Sequence[int], samples: Sequence[Sequence[Sequence[float]]]) -> Timed:
@@ -108,26 +113,14 @@ def measure(
         once = [_adding(wire, group, size, room) for size in effort.sizes]
         sums.append(_repeated(wire, group, effort, once))
     step(f"{level.name}: compute during messages and sums")
-
-    def with_interference(
-        ranks: Ranks,
-        timed: Timed,
-        kind: Callable[[Seconds, Begin], Traffic],
-        begin: Callable[[Wire, Ranks, int], Callable[[], Wait | None]],
-        beside: Work,
-    ) -> Timed:
-        def seconds(size: float) -> float:
-            return float(timed.fit.link.seconds(size))
-
-        traffic = kind(seconds, lambda size: begin(wire, ranks, size))
-        return replace(timed, busy=busy(wire, ranks, effort, traffic, beside))
-
-    product = Work.product(wire.device)
+    pair, group, product = level.pairs[0], level.groups[0], Work.product(wire.device)
     passed, added = Timed.of(effort.sizes, send), Timed.of(effort.sizes, sums)
+    messages = Traffic.messages(passed.alone, partial(_passing, wire, pair))
+    summing = Traffic.sums(added.alone, partial(room.summing, wire, group))
     return MeasuredLevel(
         level,
-        with_interference(level.pairs[0], passed, Traffic.messages, _passing, product),
-        with_interference(level.groups[0], added, Traffic.sums, room.summing, work or product),
+        replace(passed, busy=busy(wire, pair, effort, messages, product)),
+        replace(added, busy=busy(wire, group, effort, summing, work or product)),
     )
 
 

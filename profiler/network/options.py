@@ -52,9 +52,7 @@ class Effort:
 
     @property
     def sizes(self) -> list[int]:
-        """Returns the bytes of the messages, multiples of four, ascending; each about four times
-        the last.
-        """
+        """Returns the bytes of the messages: multiples of four, each about four times the last."""
         sizes = [self.largest // 4 * 4]
         while sizes[0] >= _FACTOR * _SMALLEST:
             sizes.insert(0, sizes[0] // _FACTOR // 4 * 4)
@@ -85,11 +83,7 @@ def check_no_network_options(parameters: Mapping[str, Any]) -> None:
 
 
 def network_options(parameters: Mapping[str, Any], rank_info: RankInfo | None) -> NetworkOptions:
-    """Returns the options in the parameters of the command, checked for the ranks that were
-    started.
-
-    Raises UserError.
-    """
+    """Returns the options among the parameters, checked for these ranks. Raises UserError."""
     for name in ("meta", "batch_sizes"):
         if parameters[name]:
             flag = name.replace("_", "-")

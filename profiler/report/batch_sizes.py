@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -125,10 +125,9 @@ def batch_sizes_frame(profiles: Iterable[Profile]) -> pd.DataFrame:
 
 def _row(profile: Profile) -> dict[str, float | None]:
     size, totals = profile.batch_size, profile.totals
-    forward = totals.forward_seconds + (profile.forward.call_seconds if profile.forward else 0.0)
-    backward = totals.backward_seconds + (
-        profile.backward.call_seconds if profile.backward else 0.0
-    )
+    overheads = profile.training_overheads
+    forward = totals.forward_seconds + overheads.call_forward
+    backward = totals.backward_seconds + overheads.call_backward
     known = [node.saved_bytes for node in profile.nodes if node.saved_bytes is not None]
     saved = sum(known) if len(known) == len(profile.nodes) else None
     return {
@@ -198,18 +197,9 @@ def draw_batch_sizes(frame: pd.DataFrame, title: str, path: Path) -> None:
         figure.savefig(fresh, dpi=_DPI)
 
 
-def _draw_line(
-    axes: Axes,
-    frame: pd.DataFrame,
-    column: str,
-    colour: str,
-    linestyle: str = "-",
-    label: str | None = None,
-) -> None:
+def _draw_line(axes: Axes, frame: pd.DataFrame, column: str, colour: str, **look: Any) -> None:
     sizes, values = frame["batch_size"], frame[column]
-    axes.plot(
-        sizes, values, marker="o", markersize=4, color=colour, linestyle=linestyle, label=label
-    )
+    axes.plot(sizes, values, marker="o", markersize=4, color=colour, **look)
 
 
 def _label(axes: Axes, title: str, unit: str, sizes: Sequence[int]) -> None:

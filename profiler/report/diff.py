@@ -48,9 +48,7 @@ class Diff:
         return a.reindex(calls).add_suffix("_a").join(b.reindex(calls).add_suffix("_b"))
 
     def table(self) -> pd.DataFrame:
-        """Returns `frame` with the columns `_change` (or `_change_per_example`) and `_differs` of
-        each quantity.
-        """
+        """Returns `frame` with `_change` (`_change_per_example`), `_differs` of each quantity."""
         columns: dict[str, Numbers | Flags] = {}
         for name, quantity in QUANTITIES.items():
             per = "_per_example" if self.per_example and quantity.grows else ""
@@ -67,9 +65,7 @@ class Diff:
         return self.frame["id_a"].isna()
 
     def values(self, column: str) -> tuple[Numbers, Numbers]:
-        """Returns a column of `a` and of `b` per minibatch: 0 for a missing node, NaN if not
-        measured.
-        """
+        """Returns a column of both per minibatch: 0 for a missing node, NaN if not measured."""
         a = self.frame[f"{column}_a"].mask(self.only_in_b, 0.0)
         b = self.frame[f"{column}_b"].mask(self.only_in_a, 0.0)
         return a, b

@@ -166,9 +166,7 @@ def _label_layers(
 
 
 def _runs(frame: pd.DataFrame, slots: int) -> list[_LabelledNodes]:
-    """Labels each node if there are enough `slots`, else runs of nodes of one module, as deep in
-    the model as fits.
-    """
+    """Labels each node if `slots` are enough, else runs of nodes of one module, as deep as fits."""
     names = layer_names(frame)
     best = list(_neighbours(range(len(frame)), names))
     if len(frame) <= slots:
