@@ -18,9 +18,7 @@ _PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
 
 def _row(node: ProfiledNode) -> dict[str, Any]:
-    """Returns seconds and bytes per minibatch, as in profile.json; lower and upper are quartiles.
-    Those of a part of the backward pass are None where it was not measured.
-    """
+    """Returns seconds and bytes per minibatch, as in profile.json; None if not measured."""
     row = {name: getattr(node, name) for name in ("id", "module", "op", "description")}
     row["seconds"] = node.forward_seconds.median + node.backward_seconds.median
     for name in _PASSES:

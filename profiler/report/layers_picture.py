@@ -149,10 +149,7 @@ def _heading(name: str, frame: pd.DataFrame, values: _Numbers) -> str:
 def _label_layers(
     rows: Sequence[Axes], runs: Sequence[_LabelledNodes], count: int, distance: float
 ) -> None:
-    """Writes names below the lowest panel and draws lines where a run of nodes begins.
-
-    There are `count` nodes; names are at least `distance` nodes apart.
-    """
+    """Writes names, `distance` of `count` nodes apart or more, and lines where a run begins."""
     chosen = _apart(runs, distance)
     rows[-1].set_xticks(
         [run.middle for run in chosen], [run.label for run in chosen], rotation=90, fontsize=7

@@ -68,8 +68,7 @@ def _check_options(context: click.Context, view: str) -> None:
 
 
 def _diff(a: Path, b: Path, output: Path | None, sort: str, top: int | None) -> None:
-    from pipedream.profiler.report.diff import Diff
-    from pipedream.profiler.report.diff_report import print_diff
+    from pipedream.profiler.report.diff import Diff, print_diff
 
     if output is not None and (output.is_dir() or output.suffix != ".csv"):
         raise UserError(f"-o {output}: with --diff this is a file: write {output / 'diff.csv'}")

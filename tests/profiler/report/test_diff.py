@@ -5,8 +5,7 @@ from profiled import MACHINE, layer, profile
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile, ProfiledNode
-from pipedream.profiler.report.diff import Diff, differing_settings
-from pipedream.profiler.report.diff_report import print_diff
+from pipedream.profiler.report.diff import Diff, differing_settings, print_diff
 from pipedream.profiler.report.layers import QUANTITIES
 
 NODES = (layer("one"), layer("two", forward=4), layer("act", "ReLU", 0.2, 0.1, parameter_bytes=0))

@@ -4,8 +4,7 @@ import pytest
 from profiled import layer, profile
 
 from pipedream.graph.errors import UserError
-from pipedream.profiler.report.summary import print_report
-from pipedream.profiler.report.table import make_table
+from pipedream.profiler.report.summary import make_table, print_report
 
 NET = profile(
     layer("small", forward=0.1, backward=0.1, output=10**6, parameter_bytes=7000),
