@@ -1,7 +1,7 @@
 """Times messages and all-reduces between ranks by size, at each level of the cluster.
 
 One pair or group of ranks is measured while all others wait. This gives the capacity of a link; the
-simulator accounts for links that are shared.
+simulator accounts for links that are shared. Its times are fitted by a line where one fits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from itertools import cycle
 
 import numpy as np
 import torch.distributed as dist
+from scipy.optimize import nnls
 from torch import Tensor
 
 from pipedream.graph.cluster import Cluster, Link
 from pipedream.profiler.network.interference import Traffic, Work, busy
 from pipedream.profiler.network.levels import NetworkLevel, Ranks
-from pipedream.profiler.network.link_fit import LinkFit, fit_link
 from pipedream.profiler.network.options import Effort
 from pipedream.profiler.network.wire import Wait, Wire
 
@@ -27,6 +27,40 @@ _TIMED_BYTES = 4e6
 _FEWEST, _MOST = 2, 64
 _GRADIENT_BYTES = 64 * 2**20
 """More than caches hold, as the gradients of a model."""
+
+MOST_MISS = 0.2
+"""The points are used instead of a line with a larger relative error than this at any size."""
+
+_FASTEST = 1e15  # bytes per second, if more bytes take no longer
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """`line`: latency plus bytes over bandwidth. `miss`: its largest relative error at any size.
+    `link`: the line, or the points if that error is too large.
+    """
+
+    line: Link
+    miss: float
+    link: Link
+
+
+def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
+    """Fits the line with the least sum of squared relative errors and no negative coefficient.
+
+    `sizes`: two or more, in bytes, ascending; `seconds`: the time of a message of each size.
+    """
+    size, taken = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    rows = np.stack([1 / taken, size / taken], axis=1)
+    scale = rows.max(axis=0)  # without it the columns differ by many powers of ten
+    solution, _ = nnls(rows / scale, np.ones(len(taken)))
+    latency, per_byte = (solution / scale).tolist()
+    line = Link(latency=latency, bandwidth=min(_FASTEST, 1 / max(per_byte, 1 / _FASTEST)))
+    miss = float(np.max(np.abs(line.seconds(size) - taken) / taken))
+    # Disturbances only add time: no message takes longer than a larger one.
+    never_falling = np.minimum.accumulate(taken[::-1])[::-1]
+    points = tuple(zip(size.tolist(), never_falling.tolist(), strict=True))
+    return LinkFit(line, miss, line if miss <= MOST_MISS else Link(points=points))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from pipedream.graph.cluster import write_cluster
 from pipedream.graph.command import whole, writing
 from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.profiler.network.link_fit import MOST_MISS
-from pipedream.profiler.network.measure import MeasuredLevel, Timed, cluster
+from pipedream.profiler.network.measure import MOST_MISS, MeasuredLevel, Timed, cluster
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

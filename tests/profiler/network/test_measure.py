@@ -25,7 +25,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import read_plan
 from pipedream.profiler.network.interference import Steps, Work
 from pipedream.profiler.network.levels import NetworkLevel, levels, levels_of, parse_machines
-from pipedream.profiler.network.link_fit import fit_link
+from pipedream.profiler.network.measure import fit_link
 from pipedream.profiler.network.options import Effort
 from pipedream.profiler.network.wire import Wire
 
