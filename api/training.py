@@ -58,13 +58,10 @@ class Run:
         import pandas as pd
 
         summary = self.summary
-        ranks = pd.DataFrame(summary.pop("ranks")).to_html(
-            index=False, float_format="{:.4g}".format
-        )
-        told = pd.DataFrame(summary.items()).to_html(
-            header=False, index=False, float_format="{:.4g}".format
-        )
-        return f"<b>{escape(str(self.folder))}</b>{told}{ranks}"
+        shown = partial(pd.DataFrame.to_html, index=False, float_format="{:.4g}".format)
+        ranks = shown(pd.DataFrame(summary.pop("ranks")))
+        figures = shown(pd.DataFrame(summary.items()), header=False)
+        return f"<b>{escape(str(self.folder))}</b>{figures}{ranks}"
 
 
 @partial(checked, options=_OPTIONS)

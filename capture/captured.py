@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,13 @@ class Captured:
     def returning(self) -> str:
         """The last graph node that gives an output of the model."""
         return max((self.owner[name] for name in self.outputs), key=self.graph.order.index)
+
+
+def leaves_node(node: fx.Node, owner: Mapping[str, str], returned: Collection[str]) -> bool:
+    """Tells whether a value is read outside the graph node that computes it, or returned."""
+    return node.name in returned or any(
+        owner.get(user.name, owner[node.name]) != owner[node.name] for user in node.users
+    )
 
 
 def rebuild(outputs: Sequence[torch.Tensor], out_spec: OutSpec) -> Any:

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.autograd_functions import functions_as_operators
-from pipedream.capture.captured import Captured, OutSpec, Value, flatten_inputs
+from pipedream.capture.captured import Captured, OutSpec, Value, flatten_inputs, leaves_node
 from pipedream.capture.checks.autograd_check import check_backward_passes, functions_on_gradients
 from pipedream.capture.checks.determinism_check import export_deterministic
 from pipedream.capture.compute_settings import IN_FULL, Precision, eval_mode
@@ -59,8 +59,8 @@ def capture(
     capture the model, or if the model is not a fixed sequence of operators on tensors of fixed
     shapes.
     """
-    own: tuple[tuple[Any, ...], dict[str, Any]] = _distinct((args, dict(kwargs or {})))
-    args, kwargs = own
+    distinct: tuple[tuple[Any, ...], dict[str, Any]] = _distinct((args, dict(kwargs or {})))
+    args, kwargs = distinct
     count = len(args) + len(kwargs)
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs)
     with nullcontext() if training else eval_mode(model):
@@ -105,13 +105,13 @@ def _distinct(inputs: Any) -> Any:
     """
     seen: set[int] = set()
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
+    def distinct(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in seen or tensor.is_inference():  # which autograd refuses
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         seen.add(id(tensor))
         return tensor
 
-    return pytree.tree_map_only(torch.Tensor, own, inputs)
+    return pytree.tree_map_only(torch.Tensor, distinct, inputs)
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
@@ -191,10 +191,10 @@ def _suppress_output() -> Iterator[None]:
 
 def _check_state(module: fx.GraphModule, model: nn.Module) -> None:
     """Raises UserError if the model keeps values from call to call otherwise than in buffers."""
-    own = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     for node in module.graph.nodes:
         for state in written_attributes(node):
-            if state not in own:
+            if state not in buffers:
                 reason = f"it writes into {state}, which is no buffer: register it as one"
                 raise cannot_capture(model, reason, place_of(node))
 
@@ -258,7 +258,9 @@ def _graph(
         sizes = [
             float(values[node.name].bytes)
             for node in group.nodes
-            if node.op != "placeholder" and node.name in values and _leaves(node, owner, returned)
+            if node.op != "placeholder"
+            and node.name in values
+            and leaves_node(node, owner, returned)
         ]
         nodes[name] = Node(
             id=name,
@@ -272,10 +274,3 @@ def _graph(
                 if owner.get(source.name, name) != name:
                     edges[owner[source.name], name] = None
     return Graph(nodes, tuple(edges))
-
-
-def _leaves(node: fx.Node, owner: Mapping[str, str], returned: frozenset[str]) -> bool:
-    """Whether a value is read outside the graph node that computes it."""
-    return node.name in returned or any(
-        owner.get(user.name, owner[node.name]) != owner[node.name] for user in node.users
-    )

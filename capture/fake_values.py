@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,15 +78,9 @@ def fake_values(module: fx.GraphModule, precision: Precision) -> dict[str, torch
         ]
         interpreter = _Gradients(module, mode, device)
         results = interpreter.run(*inputs)
-        return _without_dead_ends(interpreter.seen, results)
-
-
-def _without_dead_ends(
-    values: Mapping[str, torch.Tensor], outputs: Sequence[Any]
-) -> dict[str, torch.Tensor]:
-    """The values, those detached that no gradient comes to from any of the outputs."""
-    reached = set(autograd_nodes(outputs, set()))
-    return {
-        name: value if value.grad_fn in reached else value.detach()
-        for name, value in values.items()
-    }
+        # Those that no gradient comes to from any of the outputs are detached.
+        reached = set(autograd_nodes(results, set()))
+        return {
+            name: value if value.grad_fn in reached else value.detach()
+            for name, value in interpreter.seen.items()
+        }

@@ -108,14 +108,11 @@ def condensed(graph: Graph, modules: Mapping[str, str], most: int = _FEW_BOXES) 
     """
     depths = [path.count(".") + 1 for path in modules.values() if path]
     for depth in range(max(depths, default=1), 0, -1):
-        runs = _runs(graph, {name: _upper(path, depth) for name, path in modules.items()})
+        upper = {name: ".".join(path.split(".")[:depth]) for name, path in modules.items()}
+        runs = _runs(graph, upper)
         if len(runs) <= most:
             break
     return _joined(graph, runs)
-
-
-def _upper(path: str, depth: int) -> str:
-    return ".".join(path.split(".")[:depth])
 
 
 def _runs(graph: Graph, modules: Mapping[str, str]) -> list[tuple[str, list[Node]]]:
@@ -271,9 +268,7 @@ def _cell(text: str, colours: Mapping[str, str]) -> str:
 
 
 def _label(node: Node, share: float | None, module: str, note: str) -> str:
-    """Returns up to four lines: id and layer (the module's path and the operator, or the
-    description), times, sizes, the note; zeros are left out.
-    """
+    """Returns up to four lines: id and layer, times, sizes, the note; zeros are left out."""
     what = f"{module}: {node.description.partition('(')[0]}" if module else node.description
     if module:
         what = end_of(what, _WIDEST_LABEL)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.captured import Captured, Value, flatten_inputs, rebuild
+from pipedream.capture.captured import Captured, Value, flatten_inputs, leaves_node, rebuild
 from pipedream.capture.compute_settings import Precision, keep_freed_memory
 from pipedream.capture.errors.capture_errors import failing_module
 from pipedream.capture.export import capture
@@ -298,10 +298,7 @@ def _leaving(captured: Captured) -> dict[str, list[Value]]:
     leaving: dict[str, list[Value]] = {name: [] for name in captured.graph.nodes}
     for maker in captured.module.graph.nodes:
         value = captured.values.get(maker.name)
-        if value is None:
-            continue
-        readers = {captured.owner.get(user.name, value.node) for user in maker.users}
-        if maker.name in captured.outputs or readers - {value.node}:
+        if value is not None and leaves_node(maker, captured.owner, captured.outputs):
             leaving[value.node].append(value)
     return leaving
 

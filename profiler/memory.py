@@ -70,27 +70,22 @@ class SavedMemory:
             packed[address(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        inputs = node.inputs(values)
+        inputs, module = node.inputs(values), node.segment.module
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = node.segment.module(*inputs)
-        parameter_addresses = {address(tensor) for tensor in node.parameters_and_buffers}
+            outputs = module(*inputs)
+        parameter_addresses = set(map(address, (*module.parameters(), *module.buffers())))
         names = self.owners.of_node(node, inputs, outputs)
         for place, size in packed.items():
             known = names.get(place)
             if place not in parameter_addresses and known not in self.counted:
                 self.saved[self.captured.values[known].node if known else node.name] += size
                 self.counted |= {known} if known else set()
-        self._run_backward(node, inputs, outputs)
-        return [value.detach() for value in outputs]
-
-    def _run_backward(
-        self, node: NodeModule, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> None:
         ends, wanted = node.ends(inputs, outputs)
         if ends and wanted:
             with self.meter.over(node.name):
                 gradients = [torch.ones_like(value) for value in ends]
                 torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
+        return [value.detach() for value in outputs]
 
     def footprints(self) -> dict[str, Footprint]:
         """Returns the footprints by node; call it after leaving the context of `metered`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.programs.attribution import Attributed, attribute
+from pipedream.capture.programs.attribution import attribute
 from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.graph.model import Graph
@@ -39,7 +39,11 @@ def profile_operators(
     """
     # Whatever torch raises: operators are of use to some plans, the rest of the profile to all.
     try:
-        attributed = _attributed(captured, inputs, device, precision, loss, target)
+        attributed = None
+        if loss is not None and target is not None:
+            with suppress(CannotDivide):
+                attributed = attribute(captured, inputs, device, precision, loss, target)
+        attributed = attributed or attribute(captured, inputs, device, precision)
         seconds = operator_seconds(attributed, graph, device)
     except Exception as error:
         said = str(error).strip()
@@ -53,17 +57,3 @@ def profile_operators(
         nodes=dict(attributed.nodes),
         seconds=seconds,
     )
-
-
-def _attributed(
-    captured: Captured,
-    inputs: Sequence[Tensor],
-    device: torch.device,
-    precision: AbstractContextManager[Any],
-    loss: LossEnd | None,
-    target: Target | None,
-) -> Attributed:
-    if loss is not None and target is not None:
-        with suppress(CannotDivide):
-            return attribute(captured, inputs, device, precision, loss, target)
-    return attribute(captured, inputs, device, precision)

@@ -96,9 +96,9 @@ def blame(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     *_, first = _causes(error)
-    told = _in_one_line(error)
-    why = f" ({_in_one_line(first)})" if first is not error and str(first) not in told else ""
-    return f"{place(error)}{told}{why}"
+    line = _in_one_line(error)
+    why = f" ({_in_one_line(first)})" if first is not error and str(first) not in line else ""
+    return f"{place(error)}{line}{why}"
 
 
 def _in_one_line(error: BaseException) -> str:

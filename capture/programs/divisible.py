@@ -89,9 +89,7 @@ def _replace_mean(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _replace_loss(graph: fx.Graph, node: fx.Node, position: int, data: object) -> fx.Node:
-    """The reduction is that of the mean if it is left out. The gradient of a sum is that of a mean,
-    but for the division.
-    """
+    """Sums and divides, which the gradient does, too; a reduction left out is a mean."""
     assert isinstance(data, fx.Node)
     if len(node.args) > position and node.args[position] != _MEAN:
         return node

@@ -31,16 +31,16 @@ def unlift(program: ExportedProgram, model: nn.Module) -> tuple[fx.GraphModule, 
     root = nn.Module()
     graph = fx.Graph()
     renamed: dict[fx.Node, fx.Node] = {}
-    made: dict[str, fx.Node] = {}
+    attribute_nodes: dict[str, fx.Node] = {}
     for node in program.graph.nodes:
         if node.op == "output":
             continue
         if node.op == "placeholder" and node.name in attributes:
             target = attributes[node.name]
-            if target not in made:
+            if target not in attribute_nodes:
                 _attach(root, target, attribute_values[target])
-                made[target] = graph.create_node("get_attr", target, name=node.name)
-            renamed[node] = made[target]
+                attribute_nodes[target] = graph.create_node("get_attr", target, name=node.name)
+            renamed[node] = attribute_nodes[target]
         elif node.op == "get_attr":
             _attach(root, node.target, getattr(program.graph_module, node.target))
             renamed[node] = graph.node_copy(node)

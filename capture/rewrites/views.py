@@ -41,12 +41,9 @@ def source_of(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     if node.target is operator.getitem:
-        return source_of(node.args[0]) if _gives_views(node.args[0]) else None
+        several = node.args[0]
+        return source_of(several) if isinstance(several.target, torch._ops.OpOverload) else None
     return node.args[0] if isinstance(node.target, torch._ops.OpOverload) else None
-
-
-def _gives_views(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and bool(node.args)
 
 
 def emit(

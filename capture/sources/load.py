@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pipedream.capture.compute_settings import to_train
@@ -71,7 +71,7 @@ def load(
     memory: see `pipedream.capture.fake_tensors`. Raises UserError.
     """
     library, _, name = source.partition(":")
-    model, own = _make(source, args, batch_size, None, meta)
+    model, own_inputs = _make(source, args, batch_size, None, meta)
     if library == "transformers":
         positional, named = transformers_inputs(model, source, batch_size, inputs)
         return Loaded(to_train(model), positional, named)
@@ -79,14 +79,14 @@ def load(
         inputs = (image_shape(name, args),)
     if not inputs and library == "timm":
         inputs = (timm_shape(model, args),)
-    if not inputs and own is None:
+    if not inputs and own_inputs is None:
         raise UserError(
             f"{source} returns no example inputs: describe them with --input 3x32x32, or "
             "--input 128:int64:50257 for integers, once per input, without the batch dimension"
         )
-    if inputs or own is None:
+    if inputs or own_inputs is None:
         return Loaded(to_train(model), examples(inputs, batch_size))
-    return Loaded(to_train(model), *own)
+    return Loaded(to_train(model), *own_inputs)
 
 
 def load_config(
@@ -105,12 +105,11 @@ def load_config(
         raise UserError(
             f"{config.data.source}: {len(train)} examples do not fill a batch of {size}"
         )
-    dtype = getattr(torch, config.dtype)
-    inputs, target = minibatch(train, range(size), dtype, config.data.source)
 
-    def read(indices: Sequence[int]) -> object:
-        return minibatch(train, indices, dtype, config.data.source)
+    def read(indices: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
+        return minibatch(train, indices, getattr(torch, config.dtype), config.data.source)
 
+    inputs, target = read(range(size))
     return Loaded(
         model,
         model_inputs(inputs, target, config.loss),
@@ -155,13 +154,13 @@ def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | No
     factory may return the training set alone. Raises UserError.
     """
     source = config.data.source
-    made = call(source, _data_factory(source, directory), config.data.args)
-    if isinstance(made, tuple) and len(made) != 2:
+    sets = call(source, _data_factory(source, directory), config.data.args)
+    if isinstance(sets, tuple) and len(sets) != 2:
         raise UserError(
             f"{source} must return (training set, held-out set or None), or a training set alone,"
-            f" not {len(made)} things"
+            f" not {len(sets)} things"
         )
-    train, held_out = made if isinstance(made, tuple) else (made, None)
+    train, held_out = sets if isinstance(sets, tuple) else (sets, None)
     if is_stream(train):
         wanted = examples_of(train, config.data.examples, source)
         train = Stream(train, wanted, config.seed, source)
@@ -220,14 +219,14 @@ def _make(
     factory = load_function(source, directory)
     size = {"batch_size": batch_size} if accepts(factory, "batch_size") else {}
     result = call(source, factory, {**size, **args})
-    model, *own = result if isinstance(result, tuple) and len(result) in (2, 3) else (result,)
+    model, *given = result if isinstance(result, tuple) and len(result) in (2, 3) else (result,)
     if not isinstance(model, nn.Module):
         raise UserError(f"{source} returns a {type(model).__name__}, not a torch.nn.Module")
     without_cache(model)
-    if not own or own[0] is None:
+    if not given or given[0] is None:
         return model, None
-    positional = own[0] if isinstance(own[0], tuple) else (own[0],)
-    named = own[1] if len(own) == 2 else {}
+    positional = given[0] if isinstance(given[0], tuple) else (given[0],)
+    named = given[1] if len(given) == 2 else {}
     if not isinstance(named, dict):
         raise UserError(f"{source} returns a {type(named).__name__} third, not a dict of inputs")
     return model, (positional, named)

@@ -77,20 +77,20 @@ def named_examples(dataset: Any, data: DataFactory, directory: Path) -> Any:
 
     Raises UserError if the names of the run config are not those of the examples.
     """
-    own = None if data.collate is None else load_function(data.collate, directory)
-    collate: Callable[[list[Any]], Any] = own or default_collate
+    own_collate = None if data.collate is None else load_function(data.collate, directory)
+    collate: Callable[[list[Any]], Any] = own_collate or default_collate
     with torch.random.fork_rng(devices=[]):  # what it draws is drawn again when it is read
         with blaming(data.source):
             read = read_examples(dataset, [0])
         with blaming(data.collate or data.source):
-            first = collate(read) if own or isinstance(read[0], Mapping) else None
+            first = collate(read) if own_collate or isinstance(read[0], Mapping) else None
     if not isinstance(first, Mapping):
         for option, given in (("inputs", data.inputs), ("target", data.target)):
             if given is not None:
                 raise UserError(
                     f"{option}: {given}: the examples of {data.source} have no names: leave it out"
                 )
-        return dataset if own is None else NamedExamples(dataset, collate, None, None)
+        return dataset if own_collate is None else NamedExamples(dataset, collate, None, None)
     return NamedExamples(dataset, collate, *_chosen(first, data))
 
 

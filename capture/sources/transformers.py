@@ -108,9 +108,11 @@ def _import() -> None:
 def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
     known = importlib.import_module("transformers.models.auto.configuration_auto")
     if name not in known.CONFIG_MAPPING_NAMES:
-        own = _architecture_of(name)
-        if own is not None:
-            raise UserError(f"{source}: {name} is a class of the architecture {own}: write {own}")
+        family = _architecture_of(name)
+        if family is not None:
+            raise UserError(
+                f"{source}: {name} is a class of the architecture {family}: write {family}"
+            )
         raise UserError(
             f"{source}: transformers has no architecture of this name (models of the hub are not "
             f"downloaded){close_matches(name, known.CONFIG_MAPPING_NAMES)}"

@@ -13,7 +13,6 @@ a transposed weight:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -145,16 +144,12 @@ class OperatorGraph(ArtifactModel):
     def types(self) -> dict[str, TensorType]:
         """Returns the types of all values by name."""
         types = {each.value: each.type for each in self.inputs}
-        types.update(_results(self.calls))
+        for call in self.calls:
+            for value, type_ in zip(call.results, call.operator.outputs, strict=True):
+                if value is not None:
+                    assert type_ is not None, call
+                    types[value] = type_
         return types
-
-
-def _results(calls: tuple[OperatorCall, ...]) -> Iterator[tuple[str, TensorType]]:
-    for call in calls:
-        for value, type_ in zip(call.results, call.operator.outputs, strict=True):
-            if value is not None:
-                assert type_ is not None, call
-                yield value, type_
 
 
 def flops(operator: Operator) -> float:

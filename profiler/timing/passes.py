@@ -205,11 +205,8 @@ def _with_marks(
         for node in inside[name]:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         tensors = [n for n in inside[name] if isinstance(n.meta.get("val"), Tensor)]
-        ends = [copies[node] for node in tensors if _leaves(node, owner)]
+        leaving = [n for n in tensors if any(owner.get(user.name) != name for user in n.users)]
+        ends = [copies[node] for node in leaving]
     graph.call_function(note, (_AFTER, *ends))
     graph.output(fx.map_arg(output.args[0], copies.__getitem__))
     return Segment(fx.GraphModule(part.module, graph), part.inputs, part.outputs)
-
-
-def _leaves(node: fx.Node, owner: Mapping[str, str]) -> bool:
-    return any(owner.get(user.name) != owner[node.name] for user in node.users)

@@ -40,10 +40,7 @@ def deferred(
 
 @dataclass(eq=False)
 class _Place:
-    """Holds how far a place is, what it holds, and the gradients of weights that it owes.
-
-    `owing`: that these come next.
-    """
+    """Holds how far a place is, what it holds and owes; `owing`: what it owes comes next."""
 
     passes: Sequence[Pass]
     limit: float

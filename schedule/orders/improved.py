@@ -158,9 +158,7 @@ def _furthest(timing: Timing, sequence: Sequence[int], at: int, to: int) -> int:
 
 
 def _stays(timing: Timing, one: int, other: int) -> bool:
-    """Tells whether `one` has to come before `other`, which needs it, or is the same pass of
-    another microbatch: these stay in their order.
-    """
+    """Tells whether `one` stays before `other`, which needs it or is of a later microbatch."""
     if timing.passes[one][:2] == timing.passes[other][:2]:
         return True
     return any(needed == one for needed, _ in timing.needs[other])
