@@ -14,10 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt
-
 from pipedream.graph.cluster import Cluster, Link
-from pipedream.graph.errors import ArtifactModel
 from pipedream.graph.placements.operators import (
     OperatorCall,
     OperatorGraph,
@@ -113,30 +110,6 @@ class Redistribution:
         return sum(step.seconds for step in self.steps)
 
 
-class RedistributionRow(ArtifactModel):
-    """A redistribution in a report."""
-
-    value: str
-    source: str
-    target: str
-    collectives: tuple[str, ...]
-    often: Literal["minibatch", "update"]
-    bytes: NonNegativeInt
-    seconds: NonNegativeFloat
-
-
-class ShardingReport(ArtifactModel):
-    """Says what a division of the operators costs, with the steps that communicate."""
-
-    mesh: tuple[int, ...]
-    minibatch_seconds: NonNegativeFloat
-    minibatch_bytes: NonNegativeInt
-    update_seconds: NonNegativeFloat
-    """The sums of gradients."""
-    update_bytes: NonNegativeInt
-    redistributions: tuple[RedistributionRow, ...]
-
-
 def redistributions(assignment: Assignment) -> tuple[Redistribution, ...]:
     """Returns all redistributions: first what operators read, in their order, then outputs, then
     sums of gradients, then what operators add up in their middle.
@@ -171,21 +144,6 @@ def inner_sums(
     types = summed_types(call.operator)
     steps = (steps_between(type_, mesh, source, target) for type_ in types)
     return tuple(Redistribution(call.name, source, target, each, "minibatch") for each in steps)
-
-
-def report(assignment: Assignment) -> ShardingReport:
-    rows = [each for each in redistributions(assignment) if each.bytes]
-    minibatch, updates = (
-        [e for e in rows if e.often == often] for often in ("minibatch", "update")
-    )
-    return ShardingReport(
-        mesh=assignment.mesh.sizes,
-        minibatch_seconds=sum(each.seconds for each in minibatch),
-        minibatch_bytes=sum(each.bytes for each in minibatch),
-        update_seconds=sum(each.seconds for each in updates),
-        update_bytes=sum(each.bytes for each in updates),
-        redistributions=tuple(map(_row, rows)),
-    )
 
 
 @lru_cache(maxsize=200_000)
@@ -230,20 +188,3 @@ def _wanted(
     for output in outputs:
         if output.role == "parameter gradient":
             yield output.value, inputs["parameter", output.name], "update"
-
-
-def _row(redistribution: Redistribution) -> RedistributionRow:
-    return RedistributionRow(
-        value=redistribution.value,
-        source=show_placements(redistribution.source),
-        target=show_placements(redistribution.target),
-        collectives=tuple(_names(redistribution.steps)),
-        often=redistribution.often,
-        bytes=redistribution.bytes,
-        seconds=redistribution.seconds,
-    )
-
-
-def _names(steps: Iterable[Step]) -> Iterator[str]:
-    for step in steps:
-        yield f"{step.collective.value} on axis {step.axis}"

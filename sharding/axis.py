@@ -34,6 +34,7 @@ from pipedream.graph.placements.regions import check_placements, local_sizes
 from pipedream.sharding.assignment import LinkedMesh, inner_sums, steps_between
 from pipedream.sharding.rules import local_operator, strategies
 from pipedream.sharding.rules.strategy import Strategy
+from pipedream.sharding.steps import elements_held
 
 AxisNode: TypeAlias = OperatorCall | StageInput
 _MOST_CHUNKS = 4
@@ -158,11 +159,7 @@ class AxisProblem:
     def held_bytes(self, value: str, placement: Placement) -> int:
         """Returns the bytes of the value on the device that holds most."""
         type_, placements = self.types[value], (*self.placed[value], placement)
-        sizes = (
-            max(local_sizes(size, self.mesh.sizes, placements, dim))
-            for dim, size in enumerate(type_.shape)
-        )
-        return math.prod(sizes) * type_.element_bytes
+        return elements_held(type_.shape, self.mesh.sizes, placements) * type_.element_bytes
 
     @property
     def devices(self) -> int:

@@ -88,11 +88,6 @@ class MeshTensor:
     def __post_init__(self) -> None:
         assert len(self.links) == len(self.mesh), self
 
-    @staticmethod
-    def of(shape: tuple[int, ...], element_bytes: int, mesh: Mesh, link: Link) -> MeshTensor:
-        """Makes the tensor, with the same link on all axes."""
-        return MeshTensor(shape, element_bytes, mesh, (link,) * len(mesh))
-
 
 @dataclass(frozen=True)
 class Step:
@@ -168,18 +163,18 @@ def _busiest(
     devices = mesh[axis]
     others = devices - 1
     if collective is Collective.ALL_GATHER:
-        return others * _largest(shape, mesh, source)
+        return others * elements_held(shape, mesh, source)
     if collective is Collective.REDUCE_SCATTER:
-        return others * _largest(shape, mesh, target)
+        return others * elements_held(shape, mesh, target)
     if collective is Collective.ALL_REDUCE:
-        return 2 * others * math.ceil(_largest(shape, mesh, source) / devices)
+        return 2 * others * math.ceil(elements_held(shape, mesh, source) / devices)
     if collective is Collective.ALL_TO_ALL:
         return _exchanged(shape, mesh, source, target, axis)
     return 0
 
 
-def _largest(shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> int:
-    """Elements on the device that holds most."""
+def elements_held(shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> int:
+    """Returns the elements on the device that holds most."""
     return math.prod(
         max(local_sizes(size, mesh, placements, dim)) for dim, size in enumerate(shape)
     )

@@ -17,7 +17,6 @@ from functools import lru_cache
 from pipedream.graph.placements.operators import Operator, TensorType
 from pipedream.sharding.rules import (
     convolutions,
-    creation,
     images,
     lookups,
     normalizations,
@@ -37,7 +36,7 @@ from pipedream.sharding.rules.strategy import (
 )
 
 _PARTS = (
-    *(convolutions, creation, images, lookups, normalizations),
+    *(convolutions, images, lookups, normalizations),
     *(pieces, pointwise, products, reductions, views),
 )
 RULES: dict[str, DivisionRule] = {

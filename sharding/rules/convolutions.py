@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from pipedream.graph.placements.operators import Argument, Operator
+from pipedream.graph.placements.operators import Operator
 from pipedream.sharding.rules.indices import TermSum, divisions
 from pipedream.sharding.rules.strategy import Arguments, DivisionRule, Strategy, no_chunks
 
@@ -22,7 +22,9 @@ and output padding; one later in the backward pass, which has the gradient befor
 
 def rules() -> dict[str, DivisionRule]:
     return {
-        "aten.convolution": DivisionRule(_convolution, _local_groups, partial(_allows, _GROUPS)),
+        "aten.convolution": DivisionRule(
+            _convolution, partial(_local_groups, _GROUPS, 1), partial(_allows, _GROUPS)
+        ),
         "aten.convolution_backward": DivisionRule(
             _backward, _local_sizes, partial(_allows, _GROUPS + 1)
         ),
@@ -66,22 +68,15 @@ def _backward(operator: Operator, devices: int) -> Iterator[Strategy]:
     yield from divisions([result, data, weight], outputs, range(3))
 
 
-def _local_groups(whole: Operator, local: Operator) -> Arguments:
-    return {_GROUPS: _groups(whole, local, _GROUPS, 1)}
+def _local_groups(groups_at: int, weight: int, whole: Operator, local: Operator) -> Arguments:
+    """Returns a device's groups: of several, its share of the weight's first dimension."""
+    groups = whole.integer(groups_at)
+    if groups > 1:
+        groups = groups * local.inputs[weight].shape[0] // whole.inputs[weight].shape[0]
+    return {groups_at: groups}
 
 
 def _local_sizes(whole: Operator, local: Operator) -> Arguments:
-    """Returns the local sizes; those of the bias are the channels of the gradient."""
-    sizes = whole.argument(3)
-    changed: dict[int, Argument] = {_GROUPS + 1: _groups(whole, local, _GROUPS + 1, 2)}
-    if sizes is not None:
-        changed[3] = (local.inputs[0].shape[1],)
-    return changed
-
-
-def _groups(whole: Operator, local: Operator, groups_at: int, weight: int) -> int:
-    """Returns a device's groups: of several, its share of the weight's first dimension."""
-    groups = whole.integer(groups_at)
-    if groups == 1:
-        return 1
-    return groups * local.inputs[weight].shape[0] // whole.inputs[weight].shape[0]
+    """Returns groups and sizes; those of the bias are the channels of the gradient."""
+    groups = _local_groups(_GROUPS + 1, 2, whole, local)
+    return groups if whole.argument(3) is None else {**groups, 3: (local.inputs[0].shape[1],)}

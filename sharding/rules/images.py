@@ -7,7 +7,7 @@ from functools import partial
 
 from pipedream.graph.placements.operators import Operator
 from pipedream.sharding.rules.indices import TermSum, divisions, letters_of
-from pipedream.sharding.rules.strategy import Arguments, DivisionRule, Strategy
+from pipedream.sharding.rules.strategy import DivisionRule, Strategy, output_shape
 
 _PADS = ("reflection_pad", "replication_pad")
 _POOLS = ("avg_pool", "_adaptive_avg_pool")
@@ -37,7 +37,9 @@ def rules() -> dict[str, DivisionRule]:
             table[f"{name.format(dims)}_backward"] = DivisionRule(partial(_planes, dims, [0]))
     for name, dims in _RESIZED.items():
         table[name] = DivisionRule(partial(_planes, dims, [0]))
-        table[f"{name}_backward"] = DivisionRule(partial(_planes, dims, [0]), _resized_sizes)
+        table[f"{name}_backward"] = DivisionRule(
+            partial(_planes, dims, [0]), partial(output_shape, 2)
+        )
     return {f"aten.{name}": rule for name, rule in table.items()}
 
 
@@ -51,11 +53,6 @@ def _planes(
     yield from divisions(
         [letters] * count, [TermSum(letters, [range(count)])] * len(operator.outputs), linear
     )
-
-
-def _resized_sizes(whole: Operator, local: Operator) -> Arguments:
-    """Argument 2 is the shape of the input, whose gradient this is."""
-    return {2: local.output.shape}
 
 
 def _padding(operator: Operator, devices: int) -> Iterator[Strategy]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from pipedream.graph.placements.operators import Operator, TensorType
 from pipedream.graph.placements.placement import Placements, Shard
@@ -38,9 +39,9 @@ def rules() -> dict[str, DivisionRule]:
     table = {
         "native_layer_norm": DivisionRule(_layer_norm),
         "native_layer_norm_backward": DivisionRule(_layer_norm_backward),
-        "native_group_norm": DivisionRule(_group_norm, _group_norm_sizes, no_chunks),
+        "native_group_norm": DivisionRule(_group_norm, partial(_group_sizes, 0, 3), no_chunks),
         "native_group_norm_backward": DivisionRule(
-            _group_norm_backward, _group_norm_backward_sizes, no_chunks
+            _group_norm_backward, partial(_group_sizes, 1, 5), no_chunks
         ),
     }
     table |= {name: DivisionRule(_batch_norm) for name in _BATCH_NORMS}
@@ -104,17 +105,9 @@ def _group_letters(
     return f"n{g}" + "." * (rank - 2), f"n{g}", g
 
 
-def _group_norm_sizes(whole: Operator, local: Operator) -> Arguments:
-    return _group_sizes(local.inputs[0], whole, 3)
-
-
-def _group_norm_backward_sizes(whole: Operator, local: Operator) -> Arguments:
-    return _group_sizes(local.inputs[1], whole, 5)
-
-
-def _group_sizes(data: TensorType, whole: Operator, first: int) -> Arguments:
+def _group_sizes(data_at: int, first: int, whole: Operator, local: Operator) -> Arguments:
     """Returns batch, channels, elements of a channel, groups."""
-    batch, channels = data.shape[:2]
+    batch, channels = local.inputs[data_at].shape[:2]
     groups = whole.integer(first + 3) * channels // whole.integer(first + 1)
     return {first: batch, first + 1: channels, first + 3: groups}
 

@@ -12,8 +12,7 @@ from functools import partial
 from pipedream.graph.placements.operators import Operator, TensorType
 from pipedream.graph.placements.placement import Shard
 from pipedream.sharding.rules.indices import TermSum, divisions, letters_of
-from pipedream.sharding.rules.strategy import Arguments, DivisionRule, P, Strategy
-from pipedream.sharding.rules.views import output_shape
+from pipedream.sharding.rules.strategy import Arguments, DivisionRule, P, Strategy, output_shape
 
 
 def rules() -> dict[str, DivisionRule]:
@@ -25,7 +24,7 @@ def rules() -> dict[str, DivisionRule]:
         "slice_backward": DivisionRule(partial(_joined, 2), _slice_backward_sizes),
         "cat": DivisionRule(partial(_joined, 1)),
         "select": DivisionRule(partial(_cut, 1)),
-        "select_backward": DivisionRule(partial(_joined, 2), output_shape),
+        "select_backward": DivisionRule(partial(_joined, 2), partial(output_shape, 1)),
         "unbind": DivisionRule(partial(_cut, 1)),
         "stack": DivisionRule(partial(_joined, 1)),
     }

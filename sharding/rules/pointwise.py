@@ -1,12 +1,16 @@
-"""Operators that compute each element of the output from the elements at its place, broadcast."""
+"""Operators that compute each element of the output from the elements at its place, broadcast; or
+from none: tensors of one number.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from pipedream.graph.placements.operators import Input, Operator
+from pipedream.graph.placements.placement import Shard
 from pipedream.sharding.rules.indices import TermSum, broadcast, divisions, letters_of
-from pipedream.sharding.rules.strategy import DivisionRule, Strategy
+from pipedream.sharding.rules.strategy import DivisionRule, R, Strategy, output_shape
 
 _NONLINEAR = """
     abs acos acosh addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or
@@ -19,6 +23,8 @@ _NONLINEAR = """
     sinh softplus softshrink sqrt square tan tanh threshold trunc xlogy
 """
 _LIKE = "empty_like full_like ones_like zeros_like"
+_MADE = {0: "empty full ones zeros", 1: "new_empty new_full new_ones new_zeros"}
+"""From a shape alone, which is this argument."""
 _NOT_IN_PLACE = """
     _prelu_kernel fmax fmin isfinite isinf isnan log_sigmoid_forward logaddexp maximum minimum polar
     rsub signbit softplus softshrink hardshrink
@@ -45,6 +51,9 @@ def rules() -> dict[str, DivisionRule]:
     table |= {name: DivisionRule(_nonlinear) for name in _LIKE.split()}
     table |= {name: DivisionRule(_linear_in_first) for name in (_LINEAR + _BACKWARD).split()}
     table |= {"where": DivisionRule(_where), "_to_copy": DivisionRule(_converted)}
+    for position, names in _MADE.items():
+        rule = DivisionRule(_made, partial(output_shape, position))
+        table |= dict.fromkeys(names.split(), rule)
     return {f"aten.{name}": rule for name, rule in table.items()}
 
 
@@ -106,3 +115,9 @@ def _converted(operator: Operator, devices: int) -> Iterator[Strategy]:
     floats = all("float" in type_.dtype for type_ in (source, result))
     exact = floats and result.element_bytes >= source.element_bytes
     return _elementwise(operator, [[0]], [0] if exact or source.dtype == result.dtype else [])
+
+
+def _made(operator: Operator, devices: int) -> Iterator[Strategy]:
+    """Each device makes its part. A tensor that is given is read for its type alone."""
+    for dim in range(len(operator.output.shape)):
+        yield Strategy((R,) * len(operator.inputs), (Shard(dim),))

@@ -59,6 +59,11 @@ class DivisionRule:
     """
 
 
+def output_shape(position: int, whole: Operator, local: Operator) -> Arguments:
+    """Returns the argument at this position, where that is the shape of the output."""
+    return {position: local.output.shape}
+
+
 def no_chunks(operator: Operator, strategy: Strategy, devices: int) -> bool:
     """Tells whether nothing is in chunks, for operators to which the order matters."""
     return all(each.chunks == 1 for each in strategy.shards)

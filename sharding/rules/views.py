@@ -20,18 +20,19 @@ from itertools import product
 from pipedream.graph.placements.operators import Operator
 from pipedream.graph.placements.placement import Shard
 from pipedream.sharding.rules.indices import TermSum, broadcast, divisions, letters_of
-from pipedream.sharding.rules.strategy import Arguments, DivisionRule, P, Strategy
+from pipedream.sharding.rules.strategy import DivisionRule, P, Strategy, output_shape
 
 _SIZED = ("view", "_unsafe_view", "reshape")
+_SHAPE = partial(output_shape, 1)
 
 
 def rules() -> dict[str, DivisionRule]:
-    table = {name: DivisionRule(_view, output_shape, _allows) for name in _SIZED}
+    table = {name: DivisionRule(_view, _SHAPE, _allows) for name in _SIZED}
     table |= {name: DivisionRule(_view, allows=_allows) for name in ("squeeze", "unsqueeze")}
     table |= {
         name: DivisionRule(partial(_permutation, name)) for name in ("t", "transpose", "permute")
     }
-    table |= {"expand": DivisionRule(_expand, output_shape)}
+    table |= {"expand": DivisionRule(_expand, _SHAPE)}
     return {f"aten.{name}": rule for name, rule in table.items()}
 
 
@@ -41,11 +42,6 @@ def _allows(operator: Operator, strategy: Strategy, devices: int) -> bool:
         return True
     size, other = operator.inputs[0].shape[source.dim], operator.output.shape[target.dim]
     return _alike(size, source.chunks, other, target.chunks, devices)
-
-
-def output_shape(whole: Operator, local: Operator) -> Arguments:
-    """Argument 1 is the shape of the output."""
-    return {1: local.output.shape}
 
 
 def _view(operator: Operator, devices: int) -> Iterator[Strategy]:

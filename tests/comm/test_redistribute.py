@@ -19,6 +19,7 @@ from sharded import (
     Array,
     agree,
     hold,
+    mesh_tensor,
     random_placements,
     random_shape,
     straight_steps,
@@ -53,7 +54,7 @@ class Redistributed(NamedTuple):
 
     @property
     def tensor(self) -> MeshTensor:
-        return MeshTensor.of(self.array.shape, 8, HELD_BY[self.case][0], LINK)
+        return mesh_tensor(self.array.shape, 8, HELD_BY[self.case][0], LINK)
 
     @property
     def steps(self) -> tuple[Step, ...]:

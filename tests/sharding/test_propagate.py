@@ -33,12 +33,12 @@ from pipedream.graph.placements.requests import Requests
 from pipedream.sharding.assignment import (
     Assignment,
     LinkedMesh,
-    ShardingReport,
+    Redistribution,
     redistributions,
-    report,
 )
 from pipedream.sharding.propagate import propagate
 from pipedream.sharding.rules import strategies
+from pipedream.sharding.steps import Collective
 
 LINK = Link(latency=1e-6, bandwidth=1e9)
 
@@ -65,9 +65,14 @@ def perceptron() -> OperatorGraph:
     return describe(trace(layers, (randn(16, 8),)).joint)
 
 
+def moves(assignment: Assignment) -> list[Redistribution]:
+    """Those that communicate."""
+    return [each for each in redistributions(assignment) if each.bytes]
+
+
 def collectives(assignment: Assignment, often: str = "minibatch") -> list[str]:
-    rows = report(assignment).redistributions
-    return [name for row in rows if row.often == often for name in row.collectives]
+    moved = (each for each in moves(assignment) if each.often == often)
+    return [f"{step.collective.value} on axis {step.axis}" for each in moved for step in each.steps]
 
 
 def parameters(assignment: Assignment) -> dict[str, str]:
@@ -82,7 +87,8 @@ def test_columns_and_then_rows_take_one_sum_forward_and_one_backward() -> None:
     assert collectives(assignment) == ["all-reduce on axis 0"] * 2
     assert collectives(assignment, "update") == []
     assert parameters(assignment)["0.bias"] == "S(0)"
-    assert report(assignment).minibatch_bytes == 2 * 2 * 3 * 16 * 8 * 8 // 4
+    sent = sum(each.bytes for each in moves(assignment) if each.often == "minibatch")
+    assert sent == 2 * 2 * 3 * 16 * 8 * 8 // 4
 
 
 def test_a_divided_batch_takes_the_sums_of_the_gradients_alone() -> None:
@@ -147,15 +153,17 @@ def test_batch_norm_sums_its_statistics_over_the_axis_that_divides_the_batch() -
     """Forward two sums of one number for each of its two channels, backward one of two numbers."""
     graph = describe(trace(NormOfCubes(4), (randn(16, 4, 16, 16),)).joint)
     asked = requests(values={"input 0": "S(0),S(1)"})
-    rows = report(propagate(graph, mesh(2, 2), asked)).redistributions
-    sums = [row for row in rows if row.often == "minibatch" and row.source == "P,S(0)"]
+    rows = moves(propagate(graph, mesh(2, 2), asked))
+    source, target = parse_placements("P,S(0)"), parse_placements("R,S(0)")
+    sums = [row for row in rows if row.often == "minibatch" and row.source == source]
     assert [(row.value, row.bytes) for row in sums] == [
         ("native_batch_norm", 2 * 8),
         ("native_batch_norm", 2 * 8),
         ("native_batch_norm_backward", 2 * 2 * 8),
     ]
     for row in sums:
-        assert (row.target, row.collectives) == ("R,S(0)", ("all-reduce on axis 0",))
+        (step,) = row.steps
+        assert (row.target, step.collective, step.axis) == (target, Collective.ALL_REDUCE, 0)
     (loss,) = {row.value for row in rows if row.often == "minibatch"} - {r.value for r in sums}
     assert graph.types()[loss].shape == ()
 
@@ -175,13 +183,7 @@ def test_few_data_over_a_slow_link_are_gathered_before_batch_norm() -> None:
     slow = LinkedMesh((2,), (Link(latency=1e-3, bandwidth=1e9),))
     assignment = propagate(graph, slow, requests(values={"input 0": "S(0)"}))
     assert collectives(assignment).count("all-gather on axis 0") == 1
-    assert {row.value for row in report(assignment).redistributions} <= graph.types().keys()
-
-
-def test_a_report_is_plain_data() -> None:
-    asked = requests({"0.weight": "S(0)"})
-    found = report(propagate(perceptron(), mesh(2), asked))
-    assert ShardingReport.model_validate_json(found.model_dump_json()) == found
+    assert {row.value for row in moves(assignment)} <= graph.types().keys()
 
 
 def test_the_time_of_operators_keeps_them_divided() -> None:

@@ -15,6 +15,7 @@ from sharded import (
     agree,
     held_ids,
     hold,
+    mesh_tensor,
     placed,
     run_steps,
     straight_steps,
@@ -71,14 +72,14 @@ def named(steps: tuple[Step, ...]) -> list[str]:
     ],
 )
 def test_what_is_done(source: str, target: str, expected: list[str]) -> None:
-    tensor = MeshTensor.of((8, 8), 4, (2, 2), LINK)
+    tensor = mesh_tensor((8, 8), 4, (2, 2), LINK)
     steps = redistribute(tensor, parse_placements(source), parse_placements(target))
     assert named(steps) == expected
 
 
 def test_a_dimension_is_sliced_elsewhere_before_it_is_gathered() -> None:
     """So less is gathered, and slicing costs nothing."""
-    tensor = MeshTensor.of((8, 8), 4, (2, 2), LINK)
+    tensor = mesh_tensor((8, 8), 4, (2, 2), LINK)
     steps = redistribute(tensor, parse_placements("S(0),R"), parse_placements("R,S(1)"))
     assert named(steps) == ["slice 1: S(0),S(1)", "all-gather 0: R,S(1)"]
     assert [step.bytes for step in steps] == [0, 4 * 4 * 4]
@@ -95,7 +96,7 @@ def test_the_faster_axis_carries_more() -> None:
 
 def test_latency_counts_for_each_round() -> None:
     link = Link(latency=1e-3, bandwidth=1e6)
-    tensor = MeshTensor.of((8,), 4, (4,), link)
+    tensor = mesh_tensor((8,), 4, (4,), link)
     gather = make_step(tensor, (Shard(0),), 0, Replicate())
     reduced = make_step(tensor, (Partial(),), 0, Replicate())
     assert gather is not None
@@ -112,12 +113,12 @@ def test_latency_counts_for_each_round() -> None:
 def test_only_the_last_axis_of_a_dimension_is_changed(
     source: str, axis: int, placement: Placement
 ) -> None:
-    tensor = MeshTensor.of((8, 8), 4, (2, 2), LINK)
+    tensor = mesh_tensor((8, 8), 4, (2, 2), LINK)
     assert make_step(tensor, parse_placements(source), axis, placement) is None
 
 
 def test_an_axis_of_one_device_is_in_nobodys_way() -> None:
-    tensor = MeshTensor.of((8,), 4, (2, 1), LINK)
+    tensor = mesh_tensor((8,), 4, (2, 1), LINK)
     step = make_step(tensor, (Shard(0), Shard(0)), 0, Replicate())
     assert step is not None
     assert step.bytes == 4 * 4
@@ -154,7 +155,7 @@ def test_every_step_stays_in_its_group_and_has_the_bytes_counted(
     case: tuple[tuple[int, ...], Mesh, tuple[Placements, ...]],
 ) -> None:
     shape, mesh, (source,) = case
-    tensor = MeshTensor.of(shape, 1, mesh, LINK)
+    tensor = mesh_tensor(shape, 1, mesh, LINK)
     for step in steps_from(tensor, source, every_choice(shape, (1, 3))):
         assert step.bytes == counted_bytes(shape, mesh, step), step
         for group in axis_groups(mesh, step.axis):
@@ -173,7 +174,7 @@ def test_no_step_is_forgotten(mesh: Mesh, placements: Placements) -> None:
     they coincide: here none are.
     """
     shape, source = (24, 24), placements[: len(mesh)]
-    tensor = MeshTensor.of(shape, 1, mesh, LINK)
+    tensor = mesh_tensor(shape, 1, mesh, LINK)
     for axis in range(len(mesh)):
         for placement in every_choice(shape, (1,)):
             target = (*source[:axis], placement, *source[axis + 1 :])
@@ -237,7 +238,7 @@ def test_the_steps_lead_to_the_target(
 ) -> None:
     """Executed on arrays, without processes; no more bytes than to replicate and slice."""
     shape, mesh, (source, target) = case
-    tensor = MeshTensor.of(shape, 8, mesh, LINK)
+    tensor = mesh_tensor(shape, 8, mesh, LINK)
     array = np.random.default_rng(rng.getrandbits(32)).integers(-99, 99, shape).astype(float)
     steps = redistribute(tensor, source, target)
     held = run_steps(shape, mesh, steps, hold(array, mesh, source, rng))
@@ -247,6 +248,6 @@ def test_the_steps_lead_to_the_target(
 
 
 def test_placements_that_do_not_fit_are_refused() -> None:
-    tensor = MeshTensor.of((8,), 4, (2,), LINK)
+    tensor = mesh_tensor((8,), 4, (2,), LINK)
     with pytest.raises(ValueError, match="8 elements of dimension 0 are not 3 equal chunks"):
         redistribute(tensor, (Replicate(),), (Shard(0, chunks=3),))

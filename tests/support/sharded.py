@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from pipedream.graph.cluster import Link
 from pipedream.graph.placements.placement import (
     Mesh,
     Partial,
@@ -139,6 +140,11 @@ def _value(
     assert found, f"{step}: nobody in the group has element {element}"
     assert to_add or len(set(found)) == 1, step
     return sum(found) if to_add else found[0]
+
+
+def mesh_tensor(shape: tuple[int, ...], element_bytes: int, mesh: Mesh, link: Link) -> MeshTensor:
+    """The tensor, with the same link on all axes."""
+    return MeshTensor(shape, element_bytes, mesh, (link,) * len(mesh))
 
 
 def straight_steps(tensor: MeshTensor, source: Placements, target: Placements) -> list[Step]:
