@@ -27,7 +27,6 @@ from pipedream.graph.placements.placement import (
     Placements,
     Replicate,
     axis_groups,
-    show_placements,
 )
 from pipedream.sharding.redistribution import redistribute
 from pipedream.sharding.rules import summed_types

@@ -23,10 +23,9 @@ from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.split import Split, split_of
-from pipedream.optimizer.sharding.expand import expand
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.optimizer.sharding.table import notes
-from pipedream.optimizer.sharding.team_graph import team_footprints, team_graph
+from pipedream.optimizer.sharding.team_graph import expand, team_footprints, team_graph
 from pipedream.optimizer.simulate.workload import UPDATE_RATE
 from pipedream.schedule.policy import uniform_updates
 

@@ -119,6 +119,17 @@ class ModelSharding:
                 known.update(value for value in call.results if value is not None)
         return frozenset(calls)
 
+    @cached_property
+    def call_of(self) -> Mapping[str, str]:
+        """By value the call that computes it or within which it is added up, or the first that
+        reads it.
+        """
+        calls = self.assignment.graph.calls
+        found = {value: call.name for call in reversed(calls) for value in call.reads}
+        for call in calls:
+            found |= {v: call.name for v in (call.name, *call.results) if v is not None}
+        return found
+
     def work_share(self, call: OperatorCall) -> float:
         """The part of an operator's work that a device does."""
         share = 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from rich.table import Table
 
@@ -36,7 +35,8 @@ def sharding_table(plan: Plan, sharding: ModelSharding) -> Table:
 
 def traffic_table(plan: Plan, sharding: ModelSharding) -> Table:
     """What the devices of a worker send to each other, by stage and collective."""
-    stage_of = dict(_stages_of_values(plan, sharding))
+    nodes = sharding.profile.nodes
+    stage_of = {v: plan.stage_of[nodes[call]] for v, call in sharding.call_of.items()}
     groups: dict[tuple[int, str, str], list[Redistribution]] = {}
     for each in redistributions(sharding.assignment):
         if each.bytes:
@@ -94,15 +94,3 @@ def _patterns(name: str) -> tuple[str, str, str]:
 def _words(redistribution: Redistribution) -> str:
     moving = (s for s in redistribution.steps if s.collective is not Collective.SLICE)
     return ", ".join(dict.fromkeys(step.collective.value for step in moving))
-
-
-def _stages_of_values(plan: Plan, sharding: ModelSharding) -> Iterator[tuple[str, int]]:
-    """The stage that first reads each value, or computes it, or within whose operator of this name
-    something is added up.
-    """
-    stages, nodes = plan.stage_of, sharding.profile.nodes
-    for call in reversed(sharding.assignment.graph.calls):
-        yield from ((value, stages[nodes[call.name]]) for value in call.reads)
-    for call in sharding.assignment.graph.calls:
-        values = (call.name, *call.results)
-        yield from ((value, stages[nodes[call.name]]) for value in values if value is not None)

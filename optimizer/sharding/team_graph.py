@@ -1,7 +1,7 @@
 """The model as one device of a team sees it: its times, parameters and memory.
 
 The planner divides it among teams as it divides a model among devices. What passes between stages
-is whole on every device of a team.
+is whole on every device of a team. The devices are then written into its plan.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pipedream.graph.model import Graph, Node
+from pipedream.graph.placements.notation import show_placements
 from pipedream.graph.placements.placement import Placements
 from pipedream.graph.placements.regions import held_region
+from pipedream.graph.placements.requests import PlacementTexts
+from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Footprint, Profile
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.sharding.assignment import redistributions
@@ -53,6 +56,29 @@ def team_footprints(
     }
 
 
+def expand(plan: Plan, sharding: ModelSharding, profile: Profile, whole: Graph) -> Plan:
+    """Of a plan whose ranks are teams: the ranks of their devices, and placements of parameters.
+    `whole`: the graph before it was divided, which says what one worker takes.
+    """
+    count = sharding.devices
+    rate, stages = sharding.flops_per_second, []
+    for stage in plan.stages:
+        names = {name for node in stage.nodes for name in profile.node[node].parameters}
+        parameters = {
+            name: show_placements(placements)
+            for name, placements in sharding.parameters.items()
+            if name in names
+        }
+        ranks = tuple(count * team + device for team in stage.ranks for device in range(count))
+        texts = PlacementTexts(parameters=parameters, flops_per_second=rate)
+        changed = {"ranks": ranks, "mesh": sharding.mesh, "placements": texts}
+        stages.append(stage.model_copy(update=changed))
+    seconds = sum(node.compute_seconds for node in whole.nodes.values()) / sharding.speed
+    predicted = plan.predicted.model_copy(update={"one_worker_seconds": seconds})
+    fields = {"cluster": sharding.cluster, "stages": tuple(stages), "predicted": predicted}
+    return Plan.model_validate(plan.model_copy(update=fields).model_dump())
+
+
 def _work_shares(sharding: ModelSharding) -> dict[tuple[str, bool], float]:
     """By node and whether backward: seconds of one device in parts of those of the whole."""
     whole, own = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()
@@ -69,14 +95,8 @@ def _moved_seconds(sharding: ModelSharding) -> Counter[tuple[str, bool]]:
     the device that was profiled, so that they take on any device what the links take.
     """
     found: Counter[tuple[str, bool]] = Counter()
-    graph = sharding.assignment.graph
-    makers = {value: call.name for call in graph.calls for value in (*call.results, call.name)}
-    readers: dict[str, str] = {}
-    for call in graph.calls:
-        for value in call.reads:
-            readers.setdefault(value, call.name)
     for each in redistributions(sharding.assignment):
-        name = makers.get(each.value) or readers.get(each.value)
+        name = sharding.call_of.get(each.value)
         if name is not None:
             key = sharding.profile.nodes[name], name in sharding.backward
             found[key] += each.seconds * sharding.speed  # type: ignore[assignment]
