@@ -17,9 +17,6 @@ from pipedream.optimizer.cost.stages import NestedStage, Share
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.simulate.closed_form import ClosedForm
-from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
-from pipedream.optimizer.simulate.workload import Workload
 
 _Components: TypeAlias = tuple[tuple[int, ...], ...]
 """The components of a stage at each level, innermost first."""
@@ -68,17 +65,12 @@ def price_plan(plan: Plan, request: Request) -> Price:
 
     Raises UserError if a stage is not on whole pieces of the cluster.
     """
-    simulation = simulate_plan(
-        plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
-    )
+    simulation = request.simulate(plan)
     simulated = None if simulation is None else simulation.seconds_per_minibatch
     for_latency = plan.predicted.objective == "latency"
     batch = plan.predicted.microbatches if for_latency else None
     if request.cost_model.prices_plans:
-        policy = request.settings.policy(plan.replicas, plan.max_in_flight)
-        workload = Workload.of(plan, policy, request.graph, request.update_rate, request.overheads)
-        ranks = [stage.ranks for stage in plan.stages]
-        seconds = ClosedForm(workload, plan.cluster, ranks, policy).seconds
+        seconds = request.closed_form(plan, request.policy(plan)).seconds
         whole, varying = batch and batch * seconds, expected(plan, request)
         by = _chosen_by(request.model.name)
         return Price(seconds, simulated, whole, varying and varying.seconds, by)
@@ -97,17 +89,15 @@ def stage_times(plan: Plan, request: Request) -> list[tuple[float, str]]:
     ]
     cuts = Cuts(request.planning, list(accumulate(pieces, initial=0)))
     cost = replace(request, cluster=plan.cluster).stage_cost(cuts)
-    device_types = DeviceTypes.of(plan.cluster)
+    types = DeviceTypes.of(plan.cluster)
     flat = plan.predicted.objective == "latency"
     of_stages = [_components(plan, stage.stage) for stage in plan.stages]
     nested = _flat(of_stages) if flat else _nested(of_stages)
-    devices = [
-        device_types.worst_of_machines(map(plan.cluster.machine, stage.ranks))
-        for stage in plan.stages
-    ]
     return [
-        stage_time(cost.on(device), shares, stage.recompute)
-        for device, shares, stage in zip(devices, nested, plan.stages, strict=True)
+        stage_time(
+            cost.on(types.worst_of_ranks(stage.ranks, plan.cluster)), shares, stage.recompute
+        )
+        for shares, stage in zip(nested, plan.stages, strict=True)
     ]
 
 

@@ -5,6 +5,6 @@
 - `trial.py`: what a division of the model takes, tried by `placed_trials.py` in the order 1F1B and
   by `ordered_trials.py` in others; `neighbours.py`: those that are a step away
 - `local_search.py`: from division to division; `ordered.py` chooses for the other orders
-- `bound.py`: what no plan takes less than; `limits.py`: what limits a stage
+- `bound.py`: what no plan takes less than
 - `expected.py`: the time to be expected in a run, and how uncertain it is
 """

@@ -35,7 +35,6 @@ class RelaxedCost(LargestTerm):
     minibatches: int | None = None
     name: str = "network"
     counts_overheads: ClassVar[bool] = True
-    prices_plans: ClassVar[bool] = False
 
     @staticmethod
     def of(cluster: Cluster) -> RelaxedCost:

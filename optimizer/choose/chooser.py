@@ -12,7 +12,7 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.candidates import DATA_PARALLEL, candidates, data_parallel
-from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.choose.division import Division, in_order
 from pipedream.optimizer.choose.expected import expected
 from pipedream.optimizer.choose.local_search import WorthSteps, best_first, climb
 from pipedream.optimizer.choose.neighbours import Neighbours
@@ -132,7 +132,8 @@ def _with_split(request: Request, split: Split) -> Outcome:
             " --replicas"
         )
     request.check_shared(split.ends(graph), split.replicas)
-    division, trials = Division.given(split, graph), PlacedTrials(request)
+    division = Division(split.downsets(graph), in_order(split.replicas))
+    trials = PlacedTrials(request)
     trial = trials.settle(division)
     if trial is None:
         raise UserError("--split: it takes too long to simulate: give fewer stages or devices")
@@ -145,12 +146,12 @@ def _with_split(request: Request, split: Split) -> Outcome:
 
 def _too_large(plan: Plan, request: Request) -> tuple[str, ...]:
     """The stages that do not fit their devices, in words."""
-    types, machine = request.device_types, request.cluster.machine
+    types, cluster = request.device_types, request.cluster
     return tuple(
         f"Does not fit: stage {stage.stage} needs {show_bytes(stage.memory_bytes)} of"
         f" {show_bytes(least)}; give --memory more, --recompute always, or another --split."
         for stage in plan.stages
-        if stage.memory_bytes > (least := types.worst_of_machines(map(machine, stage.ranks)).memory)
+        if stage.memory_bytes > (least := types.worst_of_ranks(stage.ranks, cluster).memory)
     )
 
 
@@ -234,11 +235,10 @@ def _outcome(request: Request, best: Trial, trials: PlacedTrials) -> Outcome:
     outcome = placed_outcome(memory, request, placed, bound, slack=best.division.slack)
     plan = best.simulation.noted_in(outcome.plan)
     outcome = replace(outcome, plan=plan, considered=trials.plans)
-    figures: dict[str, object] = {}
     in_a_run = expected(plan, request)
     if in_a_run is not None:
-        figures["expected_seconds_per_minibatch"] = in_a_run.seconds
-        figures["expected_deviation_seconds"] = in_a_run.deviation
+        outcome = in_a_run.noted_in(outcome)
+    figures: dict[str, object] = {}
     whole = trials.tried(data_parallel(request))
     of_whole = whole and expected(whole.plan, request)
     if of_whole is not None:

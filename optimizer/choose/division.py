@@ -10,7 +10,6 @@ from pipedream.graph.plan import DraftPlan
 from pipedream.optimizer.cost.stages import PlacedStage
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.split import Split
 
 
 class Division(NamedTuple):
@@ -33,11 +32,6 @@ class Division(NamedTuple):
                     before |= 1 << graph.position[name]
             downsets.append(before)
         return Division(tuple(downsets), tuple(stage.ranks for stage in plan.stages))
-
-    @staticmethod
-    def given(split: Split, graph: PlanningGraph) -> Division:
-        """That of the user, each stage on the next ranks."""
-        return Division(split.downsets(graph), in_order(split.replicas))
 
     @property
     def replicas(self) -> tuple[int, ...]:

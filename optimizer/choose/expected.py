@@ -6,8 +6,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from pipedream.graph.plan import DraftPlan
+from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.simulate.simulator import ASSUMED, QUICK_MOVES, Noise, simulate_plan
+from pipedream.optimizer.simulate.simulator import ASSUMED, Noise
 
 _PLAYS = 5
 
@@ -18,15 +19,20 @@ class Expected(NamedTuple):
     seconds: float
     deviation: float
 
+    def noted_in(self, outcome: Outcome) -> Outcome:
+        """The outcome with these figures in its plan."""
+        return outcome.predicting(
+            expected_seconds_per_minibatch=self.seconds,
+            expected_deviation_seconds=self.deviation,
+        )
+
 
 def expected(plan: DraftPlan, request: Request) -> Expected | None:
     """None if the plan takes long to simulate."""
     seconds = []
     for seed in range(_PLAYS):
         noise = Noise(request.spread or ASSUMED, seed)
-        played = simulate_plan(
-            plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES, noise
-        )
+        played = request.simulate(plan, noise=noise)
         if played is None:
             return None
         seconds.append(played.seconds_per_minibatch)

@@ -8,6 +8,7 @@ times of the passes between which the ranks wait.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,21 +17,31 @@ import numpy as np
 from pipedream.graph.choices import BEST_ORDER, DEFAULT_ORDER
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import DraftPlan
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.expected import expected
-from pipedream.optimizer.choose.limits import limits
 from pipedream.optimizer.choose.local_search import best_first
 from pipedream.optimizer.choose.neighbours import Neighbours
-from pipedream.optimizer.choose.ordered_trials import AUTO, OrderedTrial, OrderedTrials, Shape
+from pipedream.optimizer.choose.ordered_trials import (
+    AUTO,
+    OrderedTrial,
+    OrderedTrials,
+    Shape,
+    policy_of,
+)
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.outcome import Outcome, Rival, ScheduleTime, StageFigures
+from pipedream.optimizer.search.outcome import (
+    Outcome,
+    Rival,
+    ScheduleTime,
+    outcome_of,
+    with_figures,
+)
 from pipedream.optimizer.search.request import Request
 from pipedream.schedule.orders.literature import loop
 from pipedream.schedule.orders.named import ROUND_ORDERS
-from pipedream.schedule.policy import Peak
 
 _STEPS = 80
 """A search ends when it has tried more divisions of a shape."""
@@ -184,38 +195,42 @@ def even(graph: PlanningGraph, shape: Shape) -> Division:
 
 
 def _outcome(request: Request, best: OrderedTrial, tried: int) -> Outcome:
-    cuts = best.division.cuts(request.planning)
-    whole = request.memory_model(cuts).of(0, len(cuts) - 1, Peak(1, 1), recompute=False)
-    types = request.device_types
-    predicted = best.plan.predicted.model_copy(
-        update={
-            "seconds_per_minibatch": best.simulated,
-            "lower_bound_seconds": min(lower_bound(request), best.simulated),
-            "one_worker_seconds": float(request.planning.compute_seconds.sum()) / types.fastest,
-        }
+    work = float(request.planning.compute_seconds.sum())
+    plan = with_figures(
+        best.plan,
+        seconds_per_minibatch=best.simulated,
+        lower_bound_seconds=min(lower_bound(request), best.simulated),
+        one_worker_seconds=work / request.device_types.fastest,
     )
-    plan = Plan(**dict(best.plan) | {"predicted": predicted})  # which checks it
-    figures = tuple(
-        StageFigures(stage.compute_seconds / stage.replicas, limit, stage.in_flight or 1)
-        for stage, limit in zip(plan.stages, limits(plan, request), strict=True)
-    )
-    outcome = Outcome(
-        plan=plan,
-        figures=figures,
-        considered=tried,
-        exact=False,
-        whole_model_bytes=whole.total,
-        memory=types.smallest_memory if types.memory_limited else None,
-        measured=bool(request.footprints),
-        rank_bytes=best.rank_bytes,
-    )
+    memory = request.memory_model(best.division.cuts(request.planning))
+    seconds = (stage.compute_seconds / stage.replicas for stage in plan.stages)
+    times = list(zip(seconds, limits(plan, request), strict=True))
+    in_flight = [stage.in_flight or 1 for stage in plan.stages]
+    outcome = outcome_of(memory, request, plan, times, in_flight)
+    outcome = replace(outcome, considered=tried, rank_bytes=best.rank_bytes)
     in_a_run = expected(plan, request)
-    if in_a_run is None:
-        return outcome
-    return outcome.predicting(
-        expected_seconds_per_minibatch=in_a_run.seconds,
-        expected_deviation_seconds=in_a_run.deviation,
-    )
+    return outcome if in_a_run is None else in_a_run.noted_in(outcome)
+
+
+def limits(plan: DraftPlan, request: Request) -> list[str]:
+    """What limits each stage: compute, all-reduce or boundary, as for plans in the order 1F1B.
+
+    It is boundary where messages use the port of a rank for longer than passes and sums of all its
+    stages take. A rank may wait for others longer than that: the simulation says how long.
+    """
+    form = request.closed_form(plan, policy_of(plan))
+    shares = [form.shares(stage, exposed) for stage, exposed in enumerate(form.exposed)]
+    whole: dict[tuple[int, ...], float] = defaultdict(float)
+    for ranks, own in zip(form.ranks, shares, strict=True):
+        whole[tuple(ranks)] += sum(own)
+    return [
+        "boundary"
+        if form.busiest_port(ranks) > whole[tuple(ranks)]
+        else "all-reduce"
+        if summed > compute
+        else "compute"
+        for ranks, (compute, summed) in zip(form.ranks, shares, strict=True)
+    ]
 
 
 def _rivals(best: OrderedTrial, found: Sequence[OrderedTrial]) -> Iterator[Rival]:

@@ -21,7 +21,7 @@ from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_work
 from pipedream.optimizer.simulate.workload import Workload
 from pipedream.schedule.orders.auto import has_room
 from pipedream.schedule.orders.named import most_in_flight
-from pipedream.schedule.policy import Peak, policy
+from pipedream.schedule.policy import Peak, Policy, policy
 from pipedream.schedule.spec import PipelineSpec, in_order_of
 
 AUTO = "auto"
@@ -87,7 +87,7 @@ class OrderedTrials(Trials[OrderedTrial]):
         plan = stages.plan(self.order, [1] * len(self.shape.places))
         if self.order == AUTO:
             plan = plan.model_copy(update={"order_times": stages.order_times(plan)})
-        spec = in_order_of(plan, stages.spec(plan))
+        spec = in_order_of(plan, _spec(plan))
         if not has_room(spec):
             return None
         workers = stages.workers(most_in_flight(spec))
@@ -108,9 +108,8 @@ class OrderedTrials(Trials[OrderedTrial]):
         )
 
     def _fits(self, held: Mapping[int, float]) -> bool:
-        machine, types = self.request.cluster.machine, self.types
-        return not types.memory_limited or all(
-            amount <= types.worst_of_machines([machine(rank)]).memory
+        return not self.types.memory_limited or all(
+            amount <= self.types.worst_of_ranks([rank], self.request.cluster).memory
             for rank, amount in held.items()
         )
 
@@ -124,6 +123,16 @@ class OrderedTrials(Trials[OrderedTrial]):
             work[place] += float(compute[own].sum()) / len(shape.ranks[place])
             before = downset
         return max(work) / self.types.fastest
+
+
+def _spec(plan: DraftPlan) -> PipelineSpec:
+    microbatches = plan.predicted.microbatches or MICROBATCHES
+    return PipelineSpec(plan.schedule, plan.replicas, plan.links, microbatches)
+
+
+def policy_of(plan: DraftPlan) -> Policy:
+    """That of the plan's stages, in its order."""
+    return policy(in_order_of(plan, _spec(plan)))
 
 
 def _held(simulation: Simulation) -> dict[int, float]:
@@ -180,17 +189,13 @@ class _Stages:
         plan = unpriced_plan(self.cuts, self.request, self.placed, workers, microbatches)
         return plan.model_copy(update={"order": order})
 
-    def spec(self, plan: DraftPlan) -> PipelineSpec:
-        microbatches = plan.predicted.microbatches or MICROBATCHES
-        return PipelineSpec(plan.schedule, plan.replicas, plan.links, microbatches)
-
     def workload(self, plan: DraftPlan) -> Workload:
-        return self.request.workload(plan, policy(in_order_of(plan, self.spec(plan))))
+        return self.request.workload(plan, policy_of(plan))
 
     def order_times(self, plan: DraftPlan) -> OrderTimes:
         """What the order is found for, on the slowest device of each place."""
         plain = plan.model_copy(update={"order": None})
-        work = self.request.workload(plain, policy(self.spec(plan)))
+        work = self.request.workload(plain, policy(_spec(plan)))
         speeds = [self.types.worst_of_machines(placed.machines).speed for placed in self.placed]
         stages = [each.at(speed) for each, speed in zip(work.stages, speeds, strict=True)]
         two = self._memory([2] * len(stages))
@@ -225,7 +230,6 @@ class _Stages:
         left = []
         for place, ranks in enumerate(self.shape.ranks):
             own = [stage for stage, at in enumerate(self.shape.places) if at == place]
-            machines = set(map(self.request.cluster.machine, ranks))
-            whole = self.types.worst_of_machines(sorted(machines)).memory
+            whole = self.types.worst_of_ranks(ranks, self.request.cluster).memory
             left.append(whole - sum(self.memory[stage].total - held[stage] for stage in own))
         return max(0.0, min(left))

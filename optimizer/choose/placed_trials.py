@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.trial import Trial, Trials
-from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.optimizer.search.placed_plan import placed_plan
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_work
@@ -26,11 +23,13 @@ _NEAR, _GAIN = 1.02, 0.01
 class PlacedTrials(Trials[Trial]):
     """All that has been tried in the order 1F1B; `spent`: about how many actions were simulated."""
 
-    def __init__(self, request: Request, most_moves: int = QUICK_MOVES) -> None:
+    def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.most_moves = most_moves
         self.effort = _TRIAL + _NODE * len(self.graph)
         self.bounds: dict[Division, float] = {}
+        self._sums: dict[int, float] = {}
+        cluster = request.cluster
+        self._speeds = [cluster.device(rank).speed for rank in range(cluster.devices)]
 
     def least(self, division: Division) -> float:
         """What the passes of its busiest stage take, or its stages and ports if that is known."""
@@ -62,7 +61,7 @@ class PlacedTrials(Trials[Trial]):
         if form.bound > within:
             return None
         self.known[division], self.plans = None, self.plans + 1
-        simulation = simulate_work(plan, form.workload, self.most_moves)
+        simulation = simulate_work(plan, form.workload, QUICK_MOVES)
         if simulation is None:
             return None
         self.spent += len(simulation.program.op)
@@ -80,11 +79,6 @@ class PlacedTrials(Trials[Trial]):
             before = downset
         return slowest
 
-    @cached_property
-    def _speeds(self) -> list[float]:
-        cluster = self.request.cluster
-        return [cluster.device(rank).speed for rank in range(cluster.devices)]
-
     def _seconds(self, nodes: int) -> float:
         if nodes not in self._sums:
             width = -(-len(self.graph) // 8)
@@ -93,13 +87,5 @@ class PlacedTrials(Trials[Trial]):
                 count=len(self.graph),
                 bitorder="little",
             )
-            self._sums[nodes] = float(self._compute @ bits)
+            self._sums[nodes] = float(self.graph.compute_seconds @ bits)
         return self._sums[nodes]
-
-    @cached_property
-    def _compute(self) -> Floats:
-        return self.graph.compute_seconds
-
-    @cached_property
-    def _sums(self) -> dict[int, float]:
-        return {}

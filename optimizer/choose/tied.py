@@ -17,7 +17,6 @@ from pipedream.graph.profile import Sharing
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
 from pipedream.schedule.policy import uniform_updates
 
 
@@ -78,9 +77,7 @@ def _holders(sharing: Sequence[Sharing]) -> str:
 
 def _seconds(plan: Plan, request: Request) -> float:
     """Simulated, per minibatch; in closed form if that takes too long."""
-    simulated = plan.predicted.simulated or simulate_plan(
-        plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
-    )
+    simulated = plan.predicted.simulated or request.simulate(plan)
     return (
         plan.predicted.seconds_shared_out if simulated is None else simulated.seconds_per_minibatch
     )

@@ -30,7 +30,7 @@ def option(declaration: str, text: str, kind: click.ParamType[Any] | None = None
 def _kind(known: OptionType) -> click.ParamType[Any] | None:
     """Returns the type that click has for it; None for words and flags."""
     if known.choice is not None:
-        return click.Choice(known.choice.words)
+        return click.Choice(known.choice)
     if known.of is Path:
         return PATH
     if known.bounds is None:

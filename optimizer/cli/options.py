@@ -43,13 +43,6 @@ class Bounds:
     above: bool = False
 
 
-@dataclass(frozen=True)
-class OneOf:
-    """One of these words."""
-
-    words: tuple[str, ...]
-
-
 Count: TypeAlias = Annotated[int, Bounds(1)]
 Factor: TypeAlias = Annotated[float, Bounds(0, above=True)]
 
@@ -96,7 +89,7 @@ class Options:
     replicas: str | None = None
 
     schedule: ScheduleName | None = None
-    order: Annotated[str, OneOf((*ORDER_NAMES, BEST_ORDER))] | None = None
+    order: Annotated[str, (*ORDER_NAMES, BEST_ORDER)] | None = None
     stages_per_rank: Annotated[int, Bounds(1, 4)] | None = None
     microbatches: Count | None = None
     global_batch: Count | None = None
@@ -131,10 +124,12 @@ class Options:
 
 @dataclass(frozen=True)
 class OptionType:
-    """The type of an option, whether it has `several` in a tuple, and its default."""
+    """The type of an option, the words that it may be, whether it has `several` in a tuple, and its
+    default.
+    """
 
     of: type
-    choice: OneOf | None
+    choice: tuple[str, ...] | None
     bounds: Bounds | None
     several: bool
     default: Any
@@ -157,10 +152,10 @@ def _option_type(hint: Any, default: Any) -> OptionType:
     if several or NoneType in get_args(hint):
         hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
-        return OptionType(str, OneOf(get_args(hint)), None, several, default)
+        return OptionType(str, get_args(hint), None, several, default)
     if get_origin(hint) is not Annotated:
         return OptionType(hint, None, None, several, default)
     of, note = get_args(hint)
-    choice = note if isinstance(note, OneOf) else None
+    choice = note if isinstance(note, tuple) else None
     bounds = note if isinstance(note, Bounds) else None
     return OptionType(of, choice, bounds, several, default)

@@ -18,7 +18,7 @@ from pipedream.optimizer.cli.task import Task, check_global_batch, make_task
 from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.simulate.simulation import Simulation
-from pipedream.optimizer.simulate.simulator import MOST_MOVES, QUICK_MOVES, simulate_plan
+from pipedream.optimizer.simulate.simulator import MOST_MOVES, QUICK_MOVES
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,7 @@ def _plan(task: Task, options: Options) -> Planning:
             f"{named(options)}: not enough memory here to plan for so many devices; give fewer"
         ) from error
     most_moves = MOST_MOVES if options.timeline else QUICK_MOVES
-    simulation = simulate_plan(
-        outcome.plan, request.graph, request.update_rate, request.overheads, most_moves
-    )
+    simulation = request.simulate(outcome.plan, most_moves)
     best = outcome.plan if simulation is None else simulation.noted_in(outcome.plan)
     recorded = recorded_options(options, request.footprints is not None)
     best = best.model_copy(update={"asked": recorded, "batch_size": task.batch_size})

@@ -62,8 +62,8 @@ def _value(kind: OptionType, value: Any) -> Any:
             raise ValueError(f"{value!r} is neither True nor False.")
         return True
     text = str(value)
-    if kind.choice is not None and text not in kind.choice.words:
-        raise ValueError(f"{text!r} is not one of {', '.join(map(repr, kind.choice.words))}.")
+    if kind.choice is not None and text not in kind.choice:
+        raise ValueError(f"{text!r} is not one of {', '.join(map(repr, kind.choice))}.")
     if kind.of in (str, Path):
         return kind.of(text)
     assert kind.bounds is not None

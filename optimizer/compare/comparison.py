@@ -25,7 +25,7 @@ from pipedream.optimizer.search.placed_plan import placed_plan
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulation import Simulation
-from pipedream.optimizer.simulate.simulator import simulate_plan
+from pipedream.optimizer.simulate.simulator import MOST_MOVES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,19 +123,17 @@ def _judged(plan: Plan, request: Request) -> DraftPlan:
 
 
 def _timed(name: str, plan: DraftPlan, request: Request) -> Contender:
-    simulation = simulate_plan(
-        plan, request.graph, update_rate=request.update_rate, overheads=request.overheads
-    )
+    simulation = request.simulate(plan, MOST_MOVES)
     if simulation is not None:
         plan = simulation.noted_in(plan)
     return Contender(plan, None, name, simulation, _fits(plan, request.device_types))
 
 
 def _fits(plan: DraftPlan, device_types: DeviceTypes) -> bool:
-    machine = plan.cluster.machine
-    devices = [device_types.worst_of_machines(map(machine, stage.ranks)) for stage in plan.stages]
-    pairs = zip(plan.stages, devices, strict=True)
-    return all(stage.memory_bytes <= device.memory for stage, device in pairs)
+    return all(
+        stage.memory_bytes <= device_types.worst_of_ranks(stage.ranks, plan.cluster).memory
+        for stage in plan.stages
+    )
 
 
 def comparison_table(contenders: list[Contender], microbatches: int) -> Table:

@@ -19,7 +19,6 @@ from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.report.tables import table_of
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,9 +111,7 @@ def sweep(request: Request, numbers: range) -> Iterator[Point]:
         except UserError:
             yield Point(cluster.machines, None)
             continue
-        simulation = simulate_plan(
-            outcome.plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
-        )
+        simulation = request.simulate(outcome.plan)
         if simulation is not None:
             outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))
         yield Point(cluster.machines, outcome)

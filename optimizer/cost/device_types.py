@@ -50,11 +50,6 @@ class DeviceTypes:
             machines.setdefault(device, []).append(machine)
         return DeviceTypes(tuple(map(tuple, machines.values())), tuple(machines))
 
-    @staticmethod
-    def uniform(count: int) -> DeviceTypes:
-        """`count` components of devices like the profiled one, without a memory limit."""
-        return DeviceTypes.from_devices([WorstDevice(1.0, inf)] * count)
-
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of components of each type."""
@@ -72,6 +67,10 @@ class DeviceTypes:
         """The worst device of a stage on these components."""
         taken = set(machines)
         return self.worst_of([len(taken.intersection(same)) for same in self.machines])
+
+    def worst_of_ranks(self, ranks: Iterable[int], cluster: Cluster) -> WorstDevice:
+        """The worst device of a stage on these ranks of the cluster."""
+        return self.worst_of_machines(map(cluster.machine, ranks))
 
     @property
     def memory_limited(self) -> bool:

@@ -97,18 +97,11 @@ class CostModel(Protocol):
         """The term that sets the time of a single stage: compute, all-reduce or boundary."""
 
 
-def overhead(
-    model: CostModel, parameter_bytes: Floats, level: LevelLinks, replicas: Ints
-) -> Floats:
-    """[case, end]: seconds of stages with nothing to compute and no boundaries."""
-    idle = np.zeros_like(parameter_bytes)
-    work = Work(idle[None], parameter_bytes, 0.0, idle)
-    terms = (model.terms(work, level, replicas, first) for first in (True, False))
-    return np.minimum(*map(model.seconds, terms))
-
-
 class LargestTerm:
     """Part of a cost model: all-reduce and messages overlap with all else."""
+
+    counts_overheads: ClassVar[bool] = False
+    prices_plans: ClassVar[bool] = False
 
     def in_rounds(self, minibatches: int | None) -> Self:
         """The same: what a round is makes no difference."""
@@ -146,8 +139,6 @@ class PaperCost(LargestTerm):
 
     compression: float | None = None
     name: str = "paper"
-    counts_overheads: ClassVar[bool] = False
-    prices_plans: ClassVar[bool] = False
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = 2 * (replicas - 1) * work.parameter_bytes / level.bandwidth
@@ -170,8 +161,6 @@ class ReleasedCost(AllReduceAdded):
 
     compression: float | None = None
     name: str = "released"
-    counts_overheads: ClassVar[bool] = False
-    prices_plans: ClassVar[bool] = False
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = 4 * (replicas - 1) * work.parameter_bytes / (level.bandwidth * replicas)
@@ -209,7 +198,6 @@ class MeasuredCost(AllReduceAdded):
     compression: float | None = None
     name: str = "measured"
     counts_overheads: ClassVar[bool] = True
-    prices_plans: ClassVar[bool] = False
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = ring_seconds(level.ring, work.parameter_bytes, replicas)
@@ -257,13 +245,9 @@ class NetworkCost(AllReduceAdded):
         return Terms(compute + taken / replicas, exposed, (into + out) / replicas)
 
 
-def _network(_: float | None = None) -> NetworkCost:
-    """pd-train sends activations as they are; pd-optimize refuses the option."""
-    return NetworkCost()
-
-
 COST_MODELS: dict[str, Callable[[float | None], CostModel]] = {
-    "network": _network,
+    # pd-train sends activations as they are; pd-optimize refuses the option.
+    "network": lambda _=None: NetworkCost(),
     "paper": PaperCost,
     "released": ReleasedCost,
     "measured": MeasuredCost,

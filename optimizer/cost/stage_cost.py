@@ -19,7 +19,7 @@ from pipedream.graph.choices import Recompute
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import WorstDevice
 from pipedream.optimizer.cost.memory import MemoryModel
-from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work, overhead
+from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.schedule.policy import Peak
@@ -141,7 +141,10 @@ class Priced(ABC):
 
     def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
         parameters = self.parameter_bytes(start, ends)
-        return overhead(self.model, parameters, self.levels[level - 1], replicas)
+        idle = np.zeros_like(parameters)
+        work, links = Work(idle[None], parameters, 0.0, idle), self.levels[level - 1]
+        terms = (self.model.terms(work, links, replicas, first) for first in (True, False))
+        return np.minimum(*map(self.model.seconds, terms))
 
 
 class Replication(Priced):

@@ -99,7 +99,10 @@ StageOnDevices: TypeAlias = NestedStage | PlacedStage
 
 
 class Solution(NamedTuple):
-    """The stages found, and the cost of the costliest."""
+    """The stages found, and the cost of the costliest; or the seconds of a batch, with a lower
+    `bound` over the same cuts.
+    """
 
     cost: float
     stages: tuple[NestedStage, ...]
+    bound: float = 0.0

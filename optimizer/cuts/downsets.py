@@ -116,7 +116,8 @@ class Cuts:
         of the model's inputs.
         """
         if self._last_received[0] != start:  # a search asks many times in a row
-            self._last_received = start, self.bytes_read(start) + self.model_input_bytes(start)
+            of_model = self._read_by(start, self.graph.model_inputs)
+            self._last_received = start, self.bytes_read(start) + of_model
         return self._last_received[1]
 
     def bytes_read(self, start: int) -> Floats:
@@ -126,10 +127,6 @@ class Cuts:
         before = np.flatnonzero(live & self.holds[:, start])
         outputs, consumers = self.graph.output_bytes, self.graph.consumers
         return self._read_by(start, ((float(outputs[node]), consumers[node]) for node in before))
-
-    def model_input_bytes(self, start: int) -> Floats:
-        """[state]: bytes of the model's inputs that the stage from `start` to the state reads."""
-        return self._read_by(start, self.graph.model_inputs)
 
     def copied_bytes(self, start: int) -> Floats:
         """[state]: bytes of parameters that the stage from `start` to the state reads and that are

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedream.graph.model import Graph, Node
+from pipedream.graph.model import Graph
 from pipedream.graph.profile import Footprint, Sharing
 
 Floats = NDArray[np.float64]
@@ -54,7 +54,8 @@ class PlanningGraph:
         unread: set[str] = set()
         for name in reversed(graph.order):
             consumed = not unread.issuperset(graph.successors[name])
-            if _is_getitem(graph.nodes[name]) and name not in inputs and not consumed:
+            getitem = graph.nodes[name].description.startswith("__getitem__")
+            if getitem and name not in inputs and not consumed:
                 unread.add(name)
         names = tuple(name for name in graph.order if name not in inputs | unread)
         follows: dict[str, str | None] = dict.fromkeys(inputs)
@@ -164,7 +165,3 @@ class PlanningGraph:
         for name, leader in self.follows.items():
             stage_of[name] = 0 if leader is None else stage_of[leader]
         return stage_of
-
-
-def _is_getitem(node: Node) -> bool:
-    return node.description.startswith("__getitem__")

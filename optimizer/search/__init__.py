@@ -3,7 +3,7 @@
 - `planner.py`: the entry point, with `request.py` in and `outcome.py` out; begin here
 - `placed_plan.py`: plans of stages on given devices; `split.py`: stages that the user gives
 - `hierarchical.py`: PipeDream's nested pipelines
-- `latency.py`, `fill_order.py`, `submeshes.py`: Alpa's flat pipelines
+- `latency.py`, `fill_order.py`: Alpa's flat pipelines
 - `pruning.py`: the cuts that a better plan may have; `bounds.py`: certificates
 - `required_in_flight.py`: minibatches; `nothing_fits.py`: what would make a plan fit
 """

@@ -19,10 +19,9 @@ from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.downsets import States
 from pipedream.optimizer.cuts.frontier import Bins
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
-from pipedream.optimizer.search.fill_order import build_fill_order
+from pipedream.optimizer.search.fill_order import Mesh, build_fill_order
 from pipedream.optimizer.search.hierarchical import Search
 from pipedream.optimizer.search.latency import DoneBounds, Latency, LatencySearch
-from pipedream.optimizer.search.submeshes import Mesh
 
 
 def throughput_bound(
@@ -114,7 +113,7 @@ def latency_bound_over_bins(
 def _total_speed(cluster: Cluster) -> float:
     """The relative speeds of all devices together."""
     types = DeviceTypes.of(cluster)
-    inner = Mesh(cluster.machines).within[-2]
+    inner = cluster.devices // cluster.machines[-1]
     speeds = (device.speed for device in types.worst)
     return float(inner * sum(map(mul, speeds, types.counts)))
 

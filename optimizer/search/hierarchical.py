@@ -85,18 +85,11 @@ class _Allocation(NamedTuple):
         return min(self.behind.index(behind.components), len(self.downstream) - 1), behind.devices
 
 
-class _Option(NamedTuple):
-    """An allocation and its cost[m, w, end], with m and w as in its `downstream`."""
-
-    allocation: _Allocation
-    cost: Floats
-
-
 class Search:
     """Finds the pipeline whose costliest stage is cheapest; ties go to the fewest stages.
 
-    `device_types` are those of the outermost level's components, by default all alike. Stages and
-    pipelines that cost more than `limit` are not explored.
+    `device_types` are those of the outermost level's components. Stages and pipelines that cost
+    more than `limit` are not explored.
 
     Work: N^2 M^2 for N cuts and M machines at the outermost level, N^3 M^2 at each within. With
     M1, M2, ... machines of each type the first is N^2 M1^2 M2^2 ..., the second once for each
@@ -109,7 +102,7 @@ class Search:
         machines: Sequence[int],
         cost: StageCost,
         rules: Rules,
-        device_types: DeviceTypes | None = None,
+        device_types: DeviceTypes,
         limit: float = inf,
     ) -> None:
         self.cuts = cuts
@@ -117,15 +110,12 @@ class Search:
         self.cost = cost
         self.rules = rules
         self.limit = limit * (1 + TIE)
-        self.device_types = device_types or DeviceTypes.uniform(machines[-1])
+        self.device_types = device_types
         self.counters = [
             *(MixedRadixCounter((count,)) for count in machines[:-1]),
             MixedRadixCounter(self.device_types.counts),
         ]
-        self._on = {
-            device: cost.on(device) if device_types else cost
-            for device in self.device_types.distinct
-        }
+        self._on = {device: cost.on(device) for device in device_types.distinct}
         self.devices = tuple(prod(machines[:level]) for level in range(len(machines) + 1))
         # Downstream workers follow from the number of components behind a stage, unless a component
         # may use only some of its devices, from level 2 on; then devices are counted as well.
@@ -250,8 +240,9 @@ class Search:
 
     def _options(
         self, subproblem: _Subproblem, start: int, after: States, first: bool, within: float | None
-    ) -> Iterator[_Option]:
-        """Every allocation of the stages from `start`, all priced in one question.
+    ) -> Iterator[tuple[_Allocation, Floats]]:
+        """Every allocation of the stages from `start`, all priced in one question, and its
+        cost[m, w, end], with m and w as in its `downstream`.
 
         With `within` the cost is a number of stages: 1, infinite for a stage that costs more, and
         more than any pipeline has for a stage without work.
@@ -278,7 +269,7 @@ class Search:
         for allocation in allocations:
             shape = len(allocation.downstream), len(allocation.downstream[0])
             rows = cost[position : position + prod(shape)]
-            yield _Option(allocation, rows.reshape(*shape, -1))
+            yield allocation, rows.reshape(*shape, -1)
             position += len(rows)
 
     def _allocations(self, subproblem: _Subproblem, first: bool) -> list[_Allocation]:
@@ -431,24 +422,18 @@ def _reach(rows):  # type: ignore[no-untyped-def]
     return reach
 
 
-def affordable(
-    machines: Sequence[int],
-    with_memory: bool = False,
-    most: int = 20_000,
-    device_types: DeviceTypes | None = None,
-) -> int:
-    """How many cuts `Search` can handle in about half a minute, at most `most`.
+def affordable(machines: Sequence[int], device_types: DeviceTypes) -> int:
+    """How many cuts `Search` can handle in about half a minute, at most 20,000.
 
     A memory limit needs a table of each inner level for every number of downstream workers, about
     as many as there are components outside it; device types need one per distinct worst device.
     """
     allocations = [count * (count + 3) / 2 for count in machines[:-1]]
-    device_types = device_types or DeviceTypes.uniform(machines[-1])
     outermost = prod((count + 1) * (count + 2) / 2 for count in device_types.counts) - 1
-    cuts = min(most, (_OUTER_BUDGET / outermost) ** (1 / 2))
+    cuts = min(20_000, (_OUTER_BUDGET / outermost) ** (1 / 2))
     distinct = len(device_types.distinct)
     tables = [
-        distinct * (prod(machines[level + 1 :]) if with_memory else 1)
+        distinct * (prod(machines[level + 1 :]) if device_types.memory_limited else 1)
         for level in range(len(machines) - 1)
     ]
     inner = sum(map(mul, allocations, tables))

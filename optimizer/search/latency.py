@@ -1,7 +1,7 @@
 """The flat pipeline that finishes a batch soonest: Alpa's inter-operator pass (OSDI 2022,
 section 5.2).
 
-A flat pipeline of stages on submeshes (submeshes.py) takes sum t_i + (B - 1) max t_j for B
+A flat pipeline of stages on submeshes (fill_order.py) takes sum t_i + (B - 1) max t_j for B
 microbatches. The t_i come from the same StageCost as in the throughput search: the stage's cost
 level by level over the components of its submesh, with the link to the stage before it at the level
 where the two meet. Pipelines nested in replicated components are not in this space. Machines of
@@ -36,12 +36,11 @@ from numpy.typing import NDArray
 
 from pipedream.optimizer.cost.device_types import WorstDevice
 from pipedream.optimizer.cost.stage_cost import LevelShare, StageCost
-from pipedream.optimizer.cost.stages import TIE, CutFamily, NestedStage
+from pipedream.optimizer.cost.stages import TIE, CutFamily, NestedStage, Solution
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.likely_cuts import lightest_states
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
-from pipedream.optimizer.search.fill_order import FillOrder
-from pipedream.optimizer.search.submeshes import Submesh, nested_stage
+from pipedream.optimizer.search.fill_order import FillOrder, Submesh, nested_stage
 
 _RANGE = 1.02
 """A range of t_max narrower than this ratio is tried at its top, a wider one in its middle."""
@@ -73,14 +72,6 @@ class Latency:
 
     def seconds(self, total: float, slowest: float) -> float:
         return total + (self.microbatches - 1) * slowest
-
-
-class LatencySolution(NamedTuple):
-    """`cost`: seconds of a batch; `bound`: a lower bound over these cuts."""
-
-    cost: float
-    bound: float
-    stages: tuple[NestedStage, ...]
 
 
 @dataclass(frozen=True)
@@ -182,8 +173,8 @@ class LatencySearch:
         cuts = len(self.cuts) * min(by_square, _QUESTIONS / max(self._batches.questions, 1))
         return int(min(_MOST_CUTS, cuts))
 
-    def best(self) -> LatencySolution | None:
-        """The best pipeline; None if there is none within the cost limit."""
+    def best(self) -> Solution | None:
+        """The best pipeline and its seconds; None if there is none within the cost limit."""
         goal, rest = self.goal, self.goal.microbatches - 1
         slack = goal.microbatches * goal.epsilon
         best = self._within(self._most)
@@ -191,7 +182,9 @@ class LatencySearch:
             return None
         cost = goal.seconds(best.total, best.slowest)
         floor = self.done.whole / float(self.fill_order.capacity[-1])
-        ranges = [_Range(floor * (1 - TIE), _below(best.slowest), best.total)] if rest else []
+        ranges = (
+            [_Range(floor * (1 - TIE), nextafter(best.slowest, 0.0), best.total)] if rest else []
+        )
         # A range of t_max in (low, high] holds nothing better than the best, less B epsilon, once
         # total + (B - 1) low >= cost - B epsilon; else a pass inside it divides it in two.
         while ranges:
@@ -204,10 +197,10 @@ class LatencySearch:
             if middle < high:
                 ranges.append(_Range(middle, high, total))
             if pipeline is not None:
-                ranges.append(_Range(low, _below(pipeline.slowest), pipeline.total))
+                ranges.append(_Range(low, nextafter(pipeline.slowest, 0.0), pipeline.total))
                 if goal.seconds(pipeline.total, pipeline.slowest) < cost:
                     best, cost = pipeline, goal.seconds(pipeline.total, pipeline.slowest)
-        return LatencySolution(cost, cost - slack, tuple(self._nested(best)))
+        return Solution(cost, tuple(self._nested(best)), bound=cost - slack)
 
     def _within(self, limit: float) -> _Pipeline | None:
         """The pipeline of least sum whose stages each take at most `limit`."""
@@ -466,7 +459,3 @@ def _add_idle(sums, after, idle, edges_from, state, limit):  # type: ignore[no-u
         cost = idle[variant[edge]]
         if cost <= limit:
             sums[state] = min(sums[state], cost + after[target[edge]])
-
-
-def _below(seconds: float) -> float:
-    return nextafter(seconds, 0.0)

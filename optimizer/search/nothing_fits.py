@@ -87,16 +87,19 @@ def _message(memory: MemoryModel, request: Request) -> str:
     )
 
 
-def too_many_versions(memory: MemoryModel, request: Request, solution: Solution) -> UserError:
-    """The error for vertical sync, whose versions in later stages the search does not count."""
-    types = request.device_types
-    workers = worker_memory(memory, request.limit(memory, types), solution.stages, types)
+def check_versions(memory: MemoryModel, request: Request, solution: Solution) -> None:
+    """Raises UserError for vertical sync, whose versions in later stages the search does not count,
+    if they do not fit.
+    """
+    workers = request.workers(memory, solution.stages)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
-    return UserError(
-        f"--memory {show_bytes(worker.device.memory)}: with --schedule {request.schedule} stage"
-        f" {position} of {len(workers)} keeps {worker.peak.versions} versions of its weights and"
-        f" needs {show_bytes(worker.memory.total)}: give more, or use --schedule weight-stashing"
-    )
+    if worker.share > 1:
+        raise UserError(
+            f"--memory {show_bytes(worker.device.memory)}: with --schedule {request.schedule} stage"
+            f" {position} of {len(workers)} keeps {worker.peak.versions} versions of its weights"
+            f" and needs {show_bytes(worker.memory.total)}: give more, or use --schedule"
+            " weight-stashing"
+        )
 
 
 def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution | None:
@@ -114,7 +117,7 @@ def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution |
     fill_order = build_fill_order(machines, types, request.rules, with_downstream=True)
     goal = Latency(FULLEST)
     fullest = narrowed(memory.cuts, fill_order, cost_of, goal, DoneBounds.unknown).best()
-    return fullest and Solution(fullest.cost / FULLEST, fullest.stages)
+    return fullest and fullest._replace(cost=fullest.cost / FULLEST)
 
 
 def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:

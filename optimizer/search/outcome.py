@@ -11,8 +11,9 @@ from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.stage_time import data_parallel_time, in_a_run, ranks, stage_time
 from pipedream.optimizer.cost.stages import PlacedStage, Solution
-from pipedream.optimizer.cost.worker_memory import WorkerMemory, with_more_in_flight, worker_memory
+from pipedream.optimizer.cost.worker_memory import with_more_in_flight
 from pipedream.optimizer.cuts.downsets import Cuts
+from pipedream.optimizer.search.fill_order import Mesh, Submesh, nested_stage
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.placed_plan import (
     placed_plan,
@@ -22,7 +23,6 @@ from pipedream.optimizer.search.placed_plan import (
 )
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.required_in_flight import required_in_flight
-from pipedream.optimizer.search.submeshes import Mesh, Submesh, nested_stage
 from pipedream.schedule.policy import Peak
 
 
@@ -117,7 +117,7 @@ def make_outcome(
     if request.cost_model.prices_plans:
         return placed_outcome(memory, request, placed, bound, exact)
     cuts, types = memory.cuts, request.device_types
-    workers = worker_memory(memory, request.limit(memory, types), placed, types)
+    workers = request.workers(memory, placed)
     cost = request.stage_cost(cuts)
     times = [
         stage_time(cost.on(worker.device), stage, worker.recompute)
@@ -126,7 +126,7 @@ def make_outcome(
     seconds = max(seconds for seconds, _ in times)
     replicas = [stage.replicas for stage in placed]
     draft = unpriced_plan(cuts, request, placed, workers, update_size(request, placed))
-    plan = _with_figures(
+    plan = with_figures(
         draft,
         seconds_per_minibatch=seconds,
         expected_seconds_per_minibatch=in_a_run(times, replicas, request.spread),
@@ -141,7 +141,8 @@ def make_outcome(
         useful = required_in_flight(plan, request.workload(plan, policy), policy)
         workers = with_more_in_flight(memory, placed, types, workers, useful)
         plan = with_workers(plan, workers)
-    return _outcome(memory, request, plan, times, workers, exact)
+    in_flight = [worker.peak.in_flight for worker in workers]
+    return outcome_of(memory, request, plan, times, in_flight, exact)
 
 
 def placed_outcome(
@@ -159,14 +160,15 @@ def placed_outcome(
     plan, form, workers = placed_plan(cuts, request, placed, memory, slack)
     machines = tuple(range(cluster.machines[-1]))
     whole = [PlacedStage(0, len(cuts) - 1, tuple(range(cluster.devices)), machines)]
-    plan = _with_figures(
+    plan = with_figures(
         plan,
         lower_bound_seconds=min(bound, form.seconds),
         one_worker_seconds=_one_worker(cuts, request.device_types),
         data_parallel_seconds=placed_plan(cuts, request, whole, memory).form.seconds,
     )
     times = [(stage.seconds, stage.limit) for stage in form.stages]
-    return _outcome(memory, request, plan, times, workers, exact)
+    in_flight = [worker.peak.in_flight for worker in workers]
+    return outcome_of(memory, request, plan, times, in_flight, exact)
 
 
 def fixed_outcome(request: Request, ends: Sequence[int], replicas: Sequence[int]) -> Outcome:
@@ -188,7 +190,7 @@ def fixed_outcome(request: Request, ends: Sequence[int], replicas: Sequence[int]
     return make_outcome(request.memory_model(cuts), request, solution, 0.0, exact=False)
 
 
-def _with_figures(plan: DraftPlan, **figures: float | None) -> Plan:
+def with_figures(plan: DraftPlan, **figures: float | None) -> Plan:
     """The plan with these figures, checked."""
     predicted = dict(plan.predicted) | figures
     return Plan(**dict(plan) | {"predicted": Predicted(**predicted)})
@@ -198,20 +200,19 @@ def _one_worker(cuts: Cuts, types: DeviceTypes) -> float:
     return float(cuts.seconds[-1] + cuts.stage_overhead(0)[-1]) / types.fastest
 
 
-def _outcome(
+def outcome_of(
     memory: MemoryModel,
     request: Request,
     plan: Plan,
     times: Sequence[tuple[float, str]],
-    workers: Sequence[WorkerMemory],
-    exact: bool,
+    in_flight: Sequence[int],
+    exact: bool = False,
 ) -> Outcome:
+    """The outcome with this plan; `times`, `in_flight`: of its stages, as in `StageFigures`."""
     cuts, types = memory.cuts, request.device_types
     whole = memory.of(0, len(cuts) - 1, Peak(1, 1), recompute=False)
-    figures = tuple(
-        StageFigures(seconds, limit, worker.peak.in_flight)
-        for (seconds, limit), worker in zip(times, workers, strict=True)
-    )
+    pairs = zip(times, in_flight, strict=True)
+    figures = tuple(StageFigures(seconds, limit, count) for (seconds, limit), count in pairs)
     return Outcome(
         plan=plan,
         figures=figures,

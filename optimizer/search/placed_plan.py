@@ -14,7 +14,6 @@ from pipedream.optimizer.cost.stages import PlacedStage
 from pipedream.optimizer.cost.worker_memory import (
     WorkerMemory,
     with_more_in_flight,
-    worker_memory,
     workers_without_limit,
 )
 from pipedream.optimizer.cuts.downsets import Cuts
@@ -50,7 +49,7 @@ def placed_plan(
     if memory is None:
         workers = workers_without_limit(placed, settings, types)
     else:
-        workers = worker_memory(memory, request.limit(memory, types), placed, types)
+        workers = request.workers(memory, placed)
     plan = unpriced_plan(cuts, request, placed, workers, update_size(request, placed))
     form = request.closed_form(plan, request.policy(plan))
     if request.in_flight == "useful" and form.bound <= within:

@@ -39,7 +39,7 @@ from pipedream.optimizer.search.bounds import (
 from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import Search, affordable
 from pipedream.optimizer.search.latency import Latency, narrowed
-from pipedream.optimizer.search.nothing_fits import NothingFits, fits, too_many_versions
+from pipedream.optimizer.search.nothing_fits import NothingFits, check_versions, fits
 from pipedream.optimizer.search.outcome import Outcome, make_outcome
 from pipedream.optimizer.search.pruning import PruningProblem, prune_cuts
 from pipedream.optimizer.search.request import Request
@@ -124,7 +124,7 @@ def plan_throughput(request: Request, most_cuts: int | None) -> Outcome:
     """
     graph, types = request.planning, request.device_types
     limit = most_cuts or min(
-        affordable(request.cluster.machines, types.memory_limited, device_types=types),
+        affordable(request.cluster.machines, types),
         int((_WORDS * 64 / len(graph)) ** 0.5),
     )
     listed = most_cuts or max(limit, int(min(_MOST_LISTED, _LISTED / len(graph))))
@@ -146,7 +146,7 @@ def plan_throughput(request: Request, most_cuts: int | None) -> Outcome:
             if best.proven:
                 return _best_of_all(cuts, request, best)
     memory, solution, _ = best
-    _check_versions(memory, request, solution)
+    check_versions(memory, request, solution)
     cluster, model, straight = request.cluster, request.cost_model, request.rules.straight
     simple = throughput_bound(graph, cluster, model, straight)
     over_bins = bound_over_bins(bins.merged(many), cluster, model, straight, solution.cost)
@@ -155,14 +155,9 @@ def plan_throughput(request: Request, most_cuts: int | None) -> Outcome:
 
 def _best_of_all(cuts: Cuts, request: Request, best: _Best) -> Outcome:
     memory, solution, _ = best
-    _check_versions(memory, request, solution)
+    check_versions(memory, request, solution)
     outcome = make_outcome(memory, request, solution, solution.cost, exact=True)
     return replace(outcome, considered=len(cuts))
-
-
-def _check_versions(memory: MemoryModel, request: Request, solution: Solution) -> None:
-    if not fits(memory, request, request.device_types, solution):
-        raise too_many_versions(memory, request, solution)
 
 
 def _among_all(cuts: Cuts, request: Request, limit: int) -> _Best | None:
@@ -297,8 +292,7 @@ def plan_latency(request: Request, goal: Latency, most_cuts: int | None) -> Outc
     if solution is None:
         raise NothingFits(memory, request)
     slowest = throughput_bound(graph, cluster, model, straight)
-    stages = Solution(solution.cost, solution.stages)
-    outcome = make_outcome(memory, request, stages, slowest, exact=False)
+    outcome = make_outcome(memory, request, solution, slowest, exact=False)
     seconds = outcome.batch_seconds(goal)
     bound = solution.bound
     if bins is not None:

@@ -16,12 +16,15 @@ from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.models import CostModel
 from pipedream.optimizer.cost.stage_cost import MemoryLimit, Replication
-from pipedream.optimizer.cost.stages import Rules
+from pipedream.optimizer.cost.stages import Rules, StageOnDevices
+from pipedream.optimizer.cost.worker_memory import WorkerMemory, worker_memory
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.split import Split
 from pipedream.optimizer.simulate.closed_form import ClosedForm
+from pipedream.optimizer.simulate.simulation import Simulation
+from pipedream.optimizer.simulate.simulator import QUICK_MOVES, Noise, simulate_plan
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
 from pipedream.schedule.policy import Policy, uniform_updates
 
@@ -187,6 +190,11 @@ class Request:
             return None
         return MemoryLimit(device_types.smallest_memory, memory, self.recompute)
 
+    def workers(self, memory: MemoryModel, stages: Sequence[StageOnDevices]) -> list[WorkerMemory]:
+        """The memory of each stage's workers, as `worker_memory`."""
+        types = self.device_types
+        return worker_memory(memory, self.limit(memory, types), stages, types)
+
     def stage_cost(
         self, cuts: Cuts, limit: MemoryLimit | None = None, working: bool = False
     ) -> Replication:
@@ -201,6 +209,12 @@ class Request:
 
     def workload(self, plan: DraftPlan, policy: Policy) -> Workload:
         return Workload.of(plan, policy, self.graph, self.update_rate, self.overheads)
+
+    def simulate(
+        self, plan: DraftPlan, most_moves: int = QUICK_MOVES, noise: Noise | None = None
+    ) -> Simulation | None:
+        """As `simulate_plan`, with the times of this request."""
+        return simulate_plan(plan, self.graph, self.update_rate, self.overheads, most_moves, noise)
 
     def closed_form(self, plan: DraftPlan, policy: Policy) -> ClosedForm:
         ranks = [stage.ranks for stage in plan.stages]

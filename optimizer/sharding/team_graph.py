@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pipedream.graph.model import Graph, Node
-from pipedream.graph.placements.notation import show_placements
-from pipedream.graph.placements.placement import Placements
+from pipedream.graph.placements.placement import Placements, show_placements
 from pipedream.graph.placements.regions import held_region
 from pipedream.graph.placements.requests import PlacementTexts
 from pipedream.graph.plan import Plan

@@ -131,15 +131,19 @@ class ClosedForm:
 
     def _stage(self, stage: int, exposed: float) -> StageSeconds:
         """Returns the figures with `exposed` seconds of its sum after the backward pass."""
-        work, replicas = self.works[stage], len(self.ranks[stage])
-        size = self.policy.round_size(stage)
-        passes = work.forward_seconds + work.backward_seconds + self.busy[stage]
-        compute = passes / replicas + work.update_seconds / size
-        reduced = exposed / size
-        port = self._busiest_port(self.ranks[stage])
+        compute, reduced = self.shares(stage, exposed)
+        port = self.busiest_port(self.ranks[stage])
         if port > compute + reduced:
             return StageSeconds(port, "boundary")
         return StageSeconds(compute + reduced, "all-reduce" if reduced > compute else "compute")
+
+    def shares(self, stage: int, exposed: float) -> tuple[float, float]:
+        """Seconds per minibatch of passes and update, and of what comes after: `exposed` seconds of
+        the sum.
+        """
+        work, size = self.works[stage], self.policy.round_size(stage)
+        passes = work.forward_seconds + work.backward_seconds + self.busy[stage]
+        return passes / len(self.ranks[stage]) + work.update_seconds / size, exposed / size
 
     def _exposed(self, stage: int, slower: float = 1.0) -> float:
         """Returns E where the sum takes `slower` times as long as on an idle network."""
@@ -203,7 +207,8 @@ class ClosedForm:
             if here != there:
                 yield 1 / count, here, there
 
-    def _busiest_port(self, ranks: Sequence[int]) -> float:
+    def busiest_port(self, ranks: Sequence[int]) -> float:
+        """Seconds per minibatch in which the busiest port of these ranks is in use."""
         devices = {Port(1, rank, out) for rank in ranks for out in (False, True)}
         return max((self.ports[port] for port in devices & self.ports.keys()), default=0.0)
 
@@ -270,7 +275,7 @@ class ClosedForm:
         busiest, back = 0.0, 0.0
         for stage, own in reversed(list(enumerate(self.ranks))):
             back += passes[stage]
-            paced = max(passes[stage], len(own) * self._busiest_port(own))
+            paced = max(passes[stage], len(own) * self.busiest_port(own))
             paced = max(paced, back / self.policy.in_flight(stage))
             busiest = max(busiest, (size / len(own) - 1) * paced)
             back += self._messages(stage - 1, stage) if stage else 0.0

@@ -65,9 +65,11 @@ class _Roads:
             self.rates.append(min(self.network.rate(port) for port in passed))
         return self.known[key]
 
-    def bytes_of(self, stream: int, transfer: Transfer) -> float:
-        """So many bytes take the transfer's seconds when the stream is alone."""
-        return transfer.seconds * self.rates[stream]
+    def item(self, stream: int, transfer: Transfer) -> tuple[int, float, float, float]:
+        """The stream, bytes that take the transfer's seconds when it is alone, latency, and busy
+        seconds.
+        """
+        return stream, transfer.seconds * self.rates[stream], transfer.latency, transfer.busy
 
     def streams(self) -> Streams:
         users: list[list[int]] = [[] for _ in self.ports]
@@ -106,8 +108,7 @@ def _messages(
         sizes = workload.forward_bytes if forwards else workload.backward_bytes
         transfer = roads.network.message(here, there, sizes[links[link]])
         stream = roads.between(here, there, forwards)
-        size = roads.bytes_of(stream, transfer)
-        rows.append((stream, size, transfer.latency, transfer.busy, place[there]))
+        rows.append((*roads.item(stream, transfer), place[there]))
     stream, size, latency, busy, receiver = _columns(rows, 5)[:, which.reshape(-1)]
     return stream.astype(np.int64), size, latency, busy, receiver.astype(np.int64)
 
@@ -168,8 +169,7 @@ def _part(
     if len(ranks) == 1:
         return -1, 0.0, 0.0, 0.0, begins
     transfer = roads.network.all_reduce(ranks, amount)
-    stream = roads.ring(stage, ranks)
-    return stream, roads.bytes_of(stream, transfer), transfer.latency, transfer.busy, begins
+    return *roads.item(roads.ring(stage, ranks), transfer), begins
 
 
 def _columns(rows: Iterable[Sequence[float]], count: int) -> Floats:

@@ -15,8 +15,7 @@ from pipedream.graph.model import Graph, Node, format_graph
 from pipedream.graph.plan import read_plan
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.choose.division import Division
-from pipedream.optimizer.choose.limits import limits
-from pipedream.optimizer.choose.ordered import best_ordered_plan, even, shapes
+from pipedream.optimizer.choose.ordered import best_ordered_plan, even, limits, shapes
 from pipedream.optimizer.choose.ordered_trials import OrderedTrials
 from pipedream.optimizer.cli.command import main
 from pipedream.optimizer.cost.models import NetworkCost

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.cost.device_types import DeviceTypes, WorstDevice
 from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.hierarchical import affordable
@@ -169,7 +170,12 @@ def test_devices_left_unused_are_counted_exactly(by_hand, graph, machines, model
 
 
 def test_affordable_is_less_with_levels_machines_and_memory():
-    assert affordable([1]) == 20_000
-    assert 5_000 < affordable([16]) < affordable([8]) < affordable([4]) <= 20_000
-    assert 1_500 < affordable([8, 8]) < affordable([4, 8]) == affordable([4, 4]) < 3_000
-    assert 500 < affordable([4, 4], with_memory=True) < affordable([4, 4])
+    assert most_cuts([1]) == 20_000
+    assert 5_000 < most_cuts([16]) < most_cuts([8]) < most_cuts([4]) <= 20_000
+    assert 1_500 < most_cuts([8, 8]) < most_cuts([4, 8]) == most_cuts([4, 4]) < 3_000
+    assert 500 < most_cuts([4, 4], memory=1.0) < most_cuts([4, 4])
+
+
+def most_cuts(machines, memory=math.inf):
+    devices = [WorstDevice(1.0, memory)] * machines[-1]
+    return affordable(machines, DeviceTypes.from_devices(devices))

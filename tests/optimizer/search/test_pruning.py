@@ -8,6 +8,7 @@ from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
+from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import COST_MODELS, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cost.stages import Rules
@@ -51,7 +52,8 @@ def test_no_cut_of_a_plan_of_interest_is_dropped(
 ):
     cuts, cluster = every_cut(graph), cluster_of(machines)
     model = COST_MODELS[model](compression)
-    best = Search(cuts, machines, Replication(cuts, cluster, model), rules).best()
+    cost, types = Replication(cuts, cluster, model), DeviceTypes.of(cluster)
+    best = Search(cuts, machines, cost, rules, types).best()
     if best is None:
         return
     with pytest.MonkeyPatch.context() as patch:
