@@ -18,7 +18,7 @@ from pipedream.graph.tables import print_table
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.calibrate.price_plan import Price
 from pipedream.optimizer.calibrate.runs import CalibrationRun
-from pipedream.optimizer.report.tables import make_grid, make_table
+from pipedream.optimizer.report.tables import make_grid, make_table, show_count
 
 ALIKE = 0.01
 """Plans whose times differ by less count as equal: so much do two runs of one plan differ."""
@@ -92,7 +92,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 def _stages(run: CalibrationRun, profiled: Graph, overheads: TrainingOverheads) -> Table:
     measured = run.measured
     folder = escape(str(run.folder))
-    threads = f"{measured.threads} thread{'s' * (measured.threads > 1)}"
+    threads = show_count(measured.threads, "thread")
     table = make_table(
         f"{folder}: minibatches of {measured.batch_size}, {threads} on each rank",
         "Medians of one minibatch on one worker. The last stage has the loss in both.",

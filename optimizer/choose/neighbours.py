@@ -50,34 +50,26 @@ class Neighbours:
         downsets = (0, *division.downsets)
         for at in range(1, len(downsets) - 1):
             before, here, after = downsets[at - 1 : at + 2]
+            own, others = list(bits(here & ~before)), list(bits(after & ~here))
             steps = chain(
-                self._larger(here, after),
-                self._smaller(here, before),
+                self._with_moved(here, others, self._ready(others, here)[:_MOST_NODES]),
+                self._with_moved(here, own[::-1], self._free(own, here)[-_MOST_NODES:]),
                 self._exchanged(before, here, after),
             )
             for moved in steps:
                 changed = (*downsets[1:at], moved, *downsets[at + 1 :])
                 yield division._replace(downsets=changed)
 
-    def _larger(self, here: int, after: int) -> Iterator[int]:
-        """Downsets between the two, not the second itself."""
-        nodes = list(bits(after & ~here))
-        for node in self._ready(nodes, here)[:_MOST_NODES]:
-            if len(nodes) > 1:
-                yield here | 1 << node
+    @staticmethod
+    def _with_moved(here: int, nodes: Sequence[int], near: Sequence[int]) -> Iterator[int]:
+        """Downsets with some of the `nodes` of one side on the other, but not all: one of those
+        that are `near`, or the first.
+        """
+        if len(nodes) > 1:
+            yield from (here ^ 1 << node for node in near)
         for count in _RUNS:
             if count < len(nodes):
-                yield here | sum(1 << node for node in nodes[:count])
-
-    def _smaller(self, here: int, before: int) -> Iterator[int]:
-        """Downsets between the two, not the second itself."""
-        nodes = list(bits(here & ~before))
-        for node in self._free(nodes, here)[-_MOST_NODES:]:
-            if len(nodes) > 1:
-                yield here & ~(1 << node)
-        for count in _RUNS:
-            if count < len(nodes):
-                yield here & ~sum(1 << node for node in nodes[-count:])
+                yield here ^ sum(1 << node for node in nodes[:count])
 
     def _exchanged(self, before: int, here: int, after: int) -> Iterator[int]:
         """Downsets with one node of the stage before the cut exchanged for one after it."""

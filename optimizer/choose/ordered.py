@@ -153,9 +153,9 @@ def shapes(request: Request, order: str) -> Iterator[Shape]:
             continue
         if stages_each == 1 and order == "interleaved":  # which is 1f1b
             continue
-        for replicas in _divisors(cluster.devices):
-            count = cluster.devices // replicas
-            if count < 2 or count * stages_each > len(request.planning):
+        for replicas in range(1, cluster.devices + 1):
+            count, left = divmod(cluster.devices, replicas)
+            if left or count < 2 or count * stages_each > len(request.planning):
                 continue
             if replicas > 1 and request.rules.straight:
                 continue
@@ -165,10 +165,6 @@ def shapes(request: Request, order: str) -> Iterator[Shape]:
                     shape = Shape(places, ranks)
                     if request.split is None or request.split.replicas == shape.replicas:
                         yield shape
-
-
-def _divisors(count: int) -> list[int]:
-    return [divisor for divisor in range(1, count + 1) if count % divisor == 0]
 
 
 def _layouts(cluster: Cluster, places: int, replicas: int) -> Iterator[tuple[tuple[int, ...], ...]]:

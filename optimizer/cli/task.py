@@ -12,7 +12,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
-from pipedream.graph.profile import Profile, TrainingOverheads
+from pipedream.graph.profile import Profile
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
 from pipedream.optimizer.cli.inputs import graph_of, has_profile, operators_of, profile_of
@@ -77,7 +77,7 @@ def make_task(options: Options) -> Task:
         check_sweep(cluster, numbers)
     _check_files(options)
     profiled, profile, runs = _read_model(options)
-    overheads = _overheads(profile)
+    overheads = profile.training_overheads if profile and profile.footprints else None
     graph = calibrated(profiled, runs, profile, overheads) if runs else profiled
     schedule, cost_model = _schedule(options, latency), _cost_model(options)
     sharding = _model_sharding(options, graph, profile, cluster)
@@ -120,10 +120,6 @@ def _read_model(options: Options) -> tuple[Graph, Profile | None, Sequence[Calib
     for run in runs:
         run.check(graph, options.graph_path, options.profile_path, profile)
     return graph, profile, runs
-
-
-def _overheads(profile: Profile | None) -> TrainingOverheads | None:
-    return profile.training_overheads if profile and profile.footprints else None
 
 
 def _schedule(options: Options, latency: Latency | None) -> ScheduleName:

@@ -103,7 +103,7 @@ class MemoryModel:
     def total(self, start: int, ends: States, peak: Peak, recompute: bool) -> Floats:
         """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
         if self._last[0] != start:  # a search asks for one start many times in a row
-            varying = self._varying(start, slice(None)).max(axis=0)
+            varying = np.asarray(sum(self._varying_parts(start, slice(None)))).max(axis=0)
             self._last = start, (*self._amounts(start, slice(None)), varying)
         parameters, saved, received, sent, varying = self._last[1]
         copies = self._copies(peak, recompute)
@@ -124,29 +124,21 @@ class MemoryModel:
         its nodes saved, with `recompute` only during its backward pass.
         """
         ends = slice(end, end + 1)
-        constant = self._constant(start, ends, peak, recompute)
-        at = self._varying(start, ends).argmax(axis=0)[None]
-        parts = self._varying_parts(start, ends)
-        saved, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
-        items = constant | {
-            "activations": constant["activations"] + saved,
-            "gradients": gradients,
-            "workspace": workspace,
-        }
-        return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
-
-    def _constant(self, start: int, ends: States, peak: Peak, recompute: bool) -> dict[str, Floats]:
-        """The items that do not change during the backward pass."""
         parameters, saved, received, sent = self._amounts(start, ends)
         copies = self._copies(peak, recompute)
-        return {
+        parts = self._varying_parts(start, ends)
+        at = np.asarray(sum(parts)).argmax(axis=0)[None]
+        oldest, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
+        items = {
             "parameters": parameters,
             "weight_versions": copies.older * parameters,
             "optimizer_state": copies.state * parameters,
-            "activations": copies.saved * saved,
+            "gradients": gradients,
+            "activations": copies.saved * saved + oldest,
             "inputs": copies.received * received + sent,
-            "workspace": 0 * saved,
+            "workspace": workspace,
         }
+        return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
     def _amounts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats, Floats]:
         """Bytes of parameters, and of what a minibatch saves, receives and sends."""
@@ -167,12 +159,10 @@ class MemoryModel:
             received=peak.in_flight + 1,
         )
 
-    def _varying(self, start: int, ends: States) -> Floats:
-        """[moment, end]: what changes during the backward pass; the last moment is the update."""
-        return np.asarray(sum(self._varying_parts(start, ends)))
-
     def _varying_parts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats]:
-        """[moment, end]: saved by the oldest minibatch, gradients, workspace."""
+        """[moment, end]: what changes during the backward pass: saved by the oldest minibatch,
+        gradients, workspace; the last moment is the update.
+        """
         columns = self._saved[:, ends].shape[1]
         last = np.zeros((1, columns))
         saved = self._saved[:, ends] - self._saved[:, start, None]

@@ -11,6 +11,7 @@ from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import ProfiledNode
 from pipedream.graph.units import show_seconds
+from pipedream.optimizer.report.tables import show_count
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _loss(plan: Plan, graph: Graph, stage_of: Mapping[str, int]) -> Iterable[str
         after[stage] += graph.nodes[name].compute_seconds / plan.stages[stage].replicas
     before = max(stage.compute_seconds / stage.replicas for stage in plan.stages)
     yield (
-        f"cuts are rounded to whole modules: {_count(moved, 'node')} moved, the slowest stage"
+        f"cuts are rounded to whole modules: {show_count(moved, 'node')} moved, the slowest stage"
         f" computes {show_seconds(max(after))} for a minibatch, planned {show_seconds(before)}"
     )
 
@@ -172,7 +173,7 @@ def _glue(graph: Graph, layering: Layering) -> Iterable[str]:
     if loose:
         names = ", ".join(_name(graph, name) for name in loose[:3])
         yield (
-            f"{_count(len(loose), 'operator')} in the code around the modules"
+            f"{show_count(len(loose), 'operator')} in the code around the modules"
             f" ({names}{', ...' if len(loose) > 3 else ''}) must be in the forward of their stage"
         )
 
@@ -196,8 +197,4 @@ def _widths(graph: Graph, stage_of: Mapping[str, int], stages: int) -> Iterable[
             yield f"{sent[stage]} tensors go from stage {stage} to {stage + 1}"
     inputs = {s for s, target in graph.edges if graph.nodes[s].is_input and stage_of[target]}
     if inputs:
-        yield f"later stages read {_count(len(inputs), 'input')} of the model"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+        yield f"later stages read {show_count(len(inputs), 'input')} of the model"

@@ -17,7 +17,13 @@ from pipedream.graph.profile import Machine, Profile
 from pipedream.graph.tables import end_of, make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost.models import DEFAULT_COST_MODEL
-from pipedream.optimizer.report.tables import make_grid, make_table, show_replicas, table_of
+from pipedream.optimizer.report.tables import (
+    make_grid,
+    make_table,
+    show_count,
+    show_replicas,
+    table_of,
+)
 from pipedream.optimizer.search.outcome import Outcome, ScheduleTime
 
 _WIDEST_NAME = 24
@@ -78,8 +84,9 @@ def _stage_table(outcome: Outcome, graph: Graph, modules: Mapping[str, str], nar
         for stage, figures, place in zip(plan.stages, outcome.figures, plan.rank_map, strict=True)
     ]
     order = f" in order {plan.order}" if plan.order else ""
+    stages = show_count(len(plan.stages), "stage")
     return table_of(
-        f"{_count(len(plan.stages), 'stage')} on {plan.workers} of {plan.cluster.devices} devices"
+        f"{stages} on {plan.workers} of {plan.cluster.devices} devices"
         f" ({machines}), {plan.schedule}{order}, cost model {plan.predicted.cost_model}",
         "Time: of a minibatch on one worker; per minibatch over all replicas, the slowest stage in"
         " bold.",
@@ -136,10 +143,6 @@ def _name(node: Node, module: str) -> str:
     return module or f"{node.id} {layer}"[:_WIDEST_NAME].rstrip()
 
 
-def _count(number: int, what: str, ending: str = "s") -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}{ending}"
-
-
 def _times(outcome: Outcome) -> Table:
     """Makes a table of the time to be expected, and what it is compared with and made of."""
     predicted = outcome.plan.predicted
@@ -156,7 +159,7 @@ def _times(outcome: Outcome) -> Table:
     if predicted.latency_seconds is not None and predicted.microbatches is not None:
         batch = predicted.microbatches
         per_batch = predicted.latency_seconds if expected is None else batch * expected
-        remark = _count(batch, "microbatch", "es")
+        remark = show_count(batch, "microbatch", "es")
         waiting = 1 - batch * predicted.seconds_per_minibatch / predicted.latency_seconds
         if waiting > _ROUNDING:
             remark += f"; the slowest stage waits {waiting:.0%} of it"
@@ -316,7 +319,7 @@ def _assumptions(outcome: Outcome, profiled_on: Machine | None) -> Iterator[str]
 
 
 def _device(machine: Machine) -> str:
-    threads = f" with {_count(machine.threads, 'thread')}" * (machine.device == "cpu")
+    threads = f" with {show_count(machine.threads, 'thread')}" * (machine.device == "cpu")
     return machine.device_name + threads
 
 

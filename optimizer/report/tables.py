@@ -47,6 +47,11 @@ def make_grid() -> Table:
     return Table(*columns, box=None, show_header=False, pad_edge=False)
 
 
+def show_count(number: int, what: str, ending: str = "s") -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}{ending}"
+
+
 def show_replicas(replicas: Sequence[int]) -> str:
     """`2 x 3, 1`: two stages of three replicas, then one of one."""
     runs: list[tuple[int, int]] = []

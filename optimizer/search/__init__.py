@@ -5,5 +5,5 @@
 - `hierarchical.py`: PipeDream's nested pipelines
 - `latency.py`, `fill_order.py`: Alpa's flat pipelines
 - `pruning.py`: the cuts that a better plan may have; `bounds.py`: certificates
-- `required_in_flight.py`: minibatches; `nothing_fits.py`: what would make a plan fit
+- `nothing_fits.py`: what would make a plan fit
 """

@@ -321,7 +321,9 @@ class Search:
         within = cost * (1 + TIE)
         later, whole = self._pipelines(subproblem, piece, within)
         start, end = piece
-        left, offset = self._all(subproblem, whole, start, used), 0
+        left, offset = _Remaining(used, 0), 0
+        if not self._counted or subproblem.level > 1:
+            left = _Remaining(int(whole[:, used, start, 0].argmin()), used)
         free = self._free(subproblem)
         while start != end:
             allocation, behind, stop = self._next_stage(
@@ -344,12 +346,6 @@ class Search:
         if subproblem.level == len(self.machines):
             return [iter(machines) for machines in self.device_types.machines]
         return [iter(range(self.machines[subproblem.level - 1]))]
-
-    def _all(self, subproblem: _Subproblem, whole: Floats, start: int, used: int) -> _Remaining:
-        """The components and devices of the best pipeline with `used` devices."""
-        if self._counted and subproblem.level == 1:
-            return _Remaining(used, 0)
-        return _Remaining(int(whole[:, used, start, 0].argmin()), used)
 
     def _next_stage(
         self,

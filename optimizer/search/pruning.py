@@ -233,21 +233,21 @@ class _ReachabilityTable:
     @cached_property
     def _before(self) -> Bools:
         """[m, group]: whether m components may make a pipeline that ends there."""
-        reachable = np.zeros((self.components + 1, len(self.groups)), np.bool_)
-        reachable[0, 0] = True
-        for m in range(1, self.components + 1):
-            for replicas, stages in enumerate(self.stages[:m], start=1):
-                reachable[m] |= stages[reachable[m - replicas]].any(axis=0)
-        return reachable
+        return self._reachable(0, 0, self.stages)
 
     @cached_property
     def _after(self) -> Bools:
         """[m, group]: whether m components may make the rest of one."""
+        none_left = slice(None) if self.fewer else 0
+        return self._reachable(none_left, -1, self.stages.transpose(0, 2, 1))
+
+    def _reachable(self, m_there: int | slice, group: int, steps: Bools) -> Bools:
+        """[m, group]: which groups `steps[replicas - 1, from, to]` lead to from this one."""
         reachable = np.zeros((self.components + 1, len(self.groups)), np.bool_)
-        reachable[slice(None) if self.fewer else 0, -1] = True
+        reachable[m_there, group] = True
         for m in range(1, self.components + 1):
-            for replicas, stages in enumerate(self.stages[:m], start=1):
-                reachable[m] |= stages[:, reachable[m - replicas]].any(axis=1)
+            for replicas, there in enumerate(steps[:m], start=1):
+                reachable[m] |= there[reachable[m - replicas]].any(axis=0)
         return reachable
 
     def inside(self) -> Iterator[_CutRange]:
