@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import TypeAlias
@@ -30,11 +30,11 @@ from pipedream.graph.placements.placement import (
     Replicate,
     Shard,
 )
-from pipedream.graph.placements.regions import check_placements, local_sizes
+from pipedream.graph.placements.regions import local_sizes
 from pipedream.sharding.assignment import LinkedMesh, inner_sums, steps_between
 from pipedream.sharding.rules import local_operator, strategies
 from pipedream.sharding.rules.strategy import Strategy
-from pipedream.sharding.steps import elements_held
+from pipedream.sharding.steps import can_be_placed, elements_held
 
 AxisNode: TypeAlias = OperatorCall | StageInput
 _MOST_CHUNKS = 4
@@ -51,6 +51,9 @@ class AxisProblem:
     chosen: Mapping[str, tuple[Strategy, ...]]
     requested: frozenset[Placement]
     """On all axes: their numbers of chunks are tried, too."""
+    _known: dict[tuple[Operator, tuple[Strategy, ...]], tuple[Strategy, ...]] = field(
+        default_factory=dict, init=False
+    )
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
@@ -165,23 +168,19 @@ class AxisProblem:
     def devices(self) -> int:
         return self.mesh.sizes[-1]
 
-    @cached_property
-    def _cache(self) -> dict[tuple[Operator, tuple[Strategy, ...]], tuple[Strategy, ...]]:
-        return {}
-
     def _call_options(
         self, operator: Operator, before: tuple[Strategy, ...]
     ) -> tuple[Strategy, ...]:
         """Returns the strategies that all devices of the axes before can follow."""
         key = operator, before
-        if key not in self._cache:
+        if key not in self._known:
             first, *others = (
                 strategies(local, self.devices, self.chunks)
                 for local in local_operators(operator, before, self.mesh.sizes)
             )
             common = [each for each in first if all(each in other for other in others)]
-            self._cache[key] = tuple(common)
-        return self._cache[key]
+            self._known[key] = tuple(common)
+        return self._known[key]
 
     def _given_options(self, node: StageInput) -> Iterator[Placement]:
         """Random numbers are drawn alike everywhere, and gradients of outputs are as these are."""
@@ -193,7 +192,7 @@ class AxisProblem:
             size = node.type.shape[dim]
             least = min(local_sizes(size, self.mesh.sizes[:-1], before, dim))
             placement = Shard(dim, chunks)
-            if least // chunks >= self.devices and _fits(
+            if least // chunks >= self.devices and can_be_placed(
                 node.type.shape, self.mesh.sizes, (*before, placement)
             ):
                 yield placement
@@ -236,11 +235,3 @@ def _chunk_numbers(
     frequent = [number for number, _ in counts.most_common(_MOST_CHUNKS)]
     numbers_requested = (each.chunks for each in requested if isinstance(each, Shard))
     return tuple(sorted({*frequent, *numbers_requested} - {1}))
-
-
-def _fits(shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> bool:
-    try:
-        check_placements(shape, mesh, placements)
-    except ValueError:
-        return False
-    return True

@@ -110,6 +110,14 @@ def is_free(mesh: Mesh, placements: Placements, axis: int, placement: Placement)
     )
 
 
+def can_be_placed(shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> bool:
+    try:
+        check_placements(shape, mesh, placements)
+    except ValueError:
+        return False
+    return True
+
+
 def make_step(
     tensor: MeshTensor, source: Placements, axis: int, placement: Placement
 ) -> Step | None:
@@ -120,9 +128,7 @@ def make_step(
     if not all(is_free(tensor.mesh, source, axis, each) for each in (current, placement)):
         return None
     target = (*source[:axis], placement, *source[axis + 1 :])
-    try:
-        check_placements(tensor.shape, tensor.mesh, target)
-    except ValueError:
+    if not can_be_placed(tensor.shape, tensor.mesh, target):
         return None
     collective = _COLLECTIVES[type(current), type(placement)]
     sent = tensor.element_bytes * _busiest(

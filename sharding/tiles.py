@@ -50,10 +50,6 @@ class TileTransfers:
         """Returns the bytes that source devices send, by device, without zeros."""
         return _bytes(element_bytes, ((each.source, each.region) for each in self.sends))
 
-    def received(self, element_bytes: int) -> dict[int, int]:
-        """Returns the bytes that target devices receive from source devices."""
-        return _bytes(element_bytes, ((each.target, each.region) for each in self.sends))
-
     def gathered(self, element_bytes: int) -> dict[int, int]:
         """Returns the bytes that target devices receive from each other."""
         return _bytes(element_bytes, ((each.target, each.region) for each in self.gathers))

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from amount import examples
 from hypothesis import given, settings
-from sharded import MESHES, held_ids, random_placements, random_shape
+from sharded import MESHES, held_ids, random_placements, random_shape, received
 
 from pipedream.graph.placements.placement import (
     Mesh,
@@ -75,7 +75,7 @@ def test_replicas_share_the_sending() -> None:
     """Three devices hold all of it, four get a quarter each: the first sends two of them."""
     transfers = match_tiles((8,), ((3,), (Replicate(),)), ((4,), parse_placements("S(0)")))
     assert transfers.sent(4) == {0: 16, 1: 8, 2: 8}
-    assert transfers.received(4) == {0: 8, 1: 8, 2: 8, 3: 8}
+    assert received(transfers, 4) == {0: 8, 1: 8, 2: 8, 3: 8}
 
 
 def test_a_scalar_is_sent_once() -> None:
@@ -127,8 +127,8 @@ def check_transfers(
     distinct = {tuple(ids) for ids in needed}
     sent = distinct if transfers.gathers else needed
     assert sum(transfers.sent(1).values()) == sum(map(len, sent))
-    for device, received in transfers.received(1).items():
-        assert received + transfers.gathered(1).get(device, 0) == len(needed[device])
+    for device, amount in received(transfers, 1).items():
+        assert amount + transfers.gathered(1).get(device, 0) == len(needed[device])
     pairs = [(each.source, each.target) for each in transfers.sends]
     assert len(set(pairs)) == len(pairs)
 

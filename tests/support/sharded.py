@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 
@@ -22,6 +23,7 @@ from pipedream.graph.placements.placement import (
 )
 from pipedream.graph.placements.regions import check_placements
 from pipedream.sharding.steps import MeshTensor, Step, make_step
+from pipedream.sharding.tiles import TileTransfers
 
 Array = NDArray[np.float64]
 
@@ -145,6 +147,14 @@ def _value(
 def mesh_tensor(shape: tuple[int, ...], element_bytes: int, mesh: Mesh, link: Link) -> MeshTensor:
     """The tensor, with the same link on all axes."""
     return MeshTensor(shape, element_bytes, mesh, (link,) * len(mesh))
+
+
+def received(transfers: TileTransfers, element_bytes: int) -> Counter[int]:
+    """The bytes that target devices receive from source devices."""
+    total: Counter[int] = Counter()
+    for each in transfers.sends:
+        total[each.target] += each.region.size * element_bytes
+    return total
 
 
 def straight_steps(tensor: MeshTensor, source: Placements, target: Placements) -> list[Step]:

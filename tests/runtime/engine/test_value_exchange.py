@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from processes import free_port, run_processes
-from sharded import MESHES, Array, local_part, random_placements, random_shape
+from sharded import MESHES, Array, local_part, random_placements, random_shape, received
 from torch import Tensor
 
 from pipedream.capture.captured import Value
@@ -167,4 +167,4 @@ def check_bytes(case: Sent) -> None:
     whole = [local_part(case.array, mesh, placements, d).nbytes for d in range(len(ranks))]
     assert sum(way.sent(8).values()) <= sum(whole)
     for device, size in enumerate(whole):
-        assert way.received(8).get(device, 0) + way.gathered(8).get(device, 0) == size
+        assert received(way, 8)[device] + way.gathered(8).get(device, 0) == size
