@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from math import lcm, prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.network import Network, Port
-from pipedream.optimizer.simulate.sums import Part, parts_of, pass_with_sums
+from pipedream.optimizer.simulate.sums import parts_of, pass_with_sums
 from pipedream.optimizer.simulate.workload import Workload
 from pipedream.schedule.in_flight import StageTimes, useful_in_flight
 from pipedream.schedule.policy import Policy
@@ -37,8 +37,7 @@ _User: TypeAlias = tuple[int, int]
 """What uses a port: messages from one stage to another, or a stage's sums, (stage, stage)."""
 
 
-@dataclass(frozen=True)
-class StageSeconds:
+class StageSeconds(NamedTuple):
     """Seconds per minibatch of a stage, and the limit: compute, all-reduce or boundary."""
 
     seconds: float
@@ -150,7 +149,7 @@ class ClosedForm:
         if len(self.ranks[stage]) == 1:
             return 0.0
         parts = [
-            Part(replace(idle, seconds=slower * idle.seconds), after)
+            (replace(idle, seconds=slower * idle.seconds), after)
             for idle, after in self.parts[stage]
         ]
         backward = self.works[stage].backward_seconds

@@ -27,7 +27,8 @@ from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.simulate.play import Ranks, play
 from pipedream.optimizer.simulate.program import KINDS, Program, program_of
 from pipedream.optimizer.simulate.simulation import Simulation
-from pipedream.optimizer.simulate.traffic import closing_passes, traffic_of
+from pipedream.optimizer.simulate.sums import parts_of, pass_with_sums
+from pipedream.optimizer.simulate.traffic import Traffic
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, StageWork, Workload
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Worker
 from pipedream.schedule.overlap import LOOK_AHEAD
@@ -169,11 +170,14 @@ def play_program(
 ) -> tuple[Floats, Floats]:
     """When each action begins and ends, with the work of each worker; `numbers`: of the ranks."""
     network, seconds = Network(cluster), _seconds(program, works)
-    closing = closing_passes(program, seconds, workload, network, ranks)
-    items, sums, streams = traffic_of(program, workload, network, ranks, numbers, closing)
-    for stage, passed in closing.items():
-        last = program.closing[stage]
-        seconds[last] += passed.seconds - seconds[last].max(initial=0.0)
+    closing = {}
+    for stage, last in program.closing.items():
+        alone = float(seconds[last].max(initial=0.0))
+        parts = parts_of(workload.stages[stage], ranks[stage], network)
+        closing[stage] = pass_with_sums(alone, parts)
+        seconds[last] += closing[stage].seconds - alone
+    traffic = Traffic(program, workload, network, ranks)
+    items, sums, streams = traffic.played(numbers, closing)
     if noise is not None:
         chance = np.random.default_rng(noise.seed)
         seconds = seconds * chance.choice(np.array(noise.spread), len(seconds))

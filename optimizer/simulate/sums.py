@@ -8,17 +8,13 @@ than the sum takes, so does the sum beside a pass, which stands still meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from pipedream.optimizer.cost.network import Network, Transfer
 from pipedream.optimizer.simulate.workload import StageWork
 
-
-class Part(NamedTuple):
-    """How a part goes over an idle network, and the share of the backward pass before it."""
-
-    transfer: Transfer
-    after: float
+Part: TypeAlias = tuple[Transfer, float]
+"""How a part goes over an idle network, and the share of the backward pass before it."""
 
 
 class PassWithSums(NamedTuple):
@@ -33,7 +29,7 @@ class PassWithSums(NamedTuple):
 
 def parts_of(work: StageWork, ranks: Sequence[int], network: Network) -> list[Part]:
     """Of the sum of a stage with this work over the ranks."""
-    return [Part(network.all_reduce(ranks, amount), after) for amount, after in work.sums]
+    return [(network.all_reduce(ranks, amount), after) for amount, after in work.sums]
 
 
 def pass_with_sums(backward_seconds: float, parts: Iterable[Part]) -> PassWithSums:
