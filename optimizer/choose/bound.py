@@ -59,17 +59,12 @@ def lower_bound(request: Request) -> float:
     """Seconds per minibatch that no plan chosen by simulation takes less than, on however many of
     the devices: a certificate for any division in the order of the request.
     """
-    if request.order in (None, DEFAULT_ORDER):
-        return _of_any_division(request)
-    # No order takes less than all work, shared out evenly.
-    cluster = request.cluster
-    speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
-    return float(request.planning.compute_seconds.sum()) / speeds
-
-
-def _of_any_division(request: Request) -> float:
-    """What the best division takes whose stages cost no more than in any plan."""
     cluster, settings = request.cluster, request.settings
+    if request.order not in (None, DEFAULT_ORDER):
+        # No order takes less than all work, shared out evenly.
+        speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
+        return float(request.planning.compute_seconds.sum()) / speeds
+    # Of the others, what the best division takes whose stages cost no more than in any plan.
     in_rounds = uniform_updates(settings.schedule)
     microbatches = settings.microbatches
     if settings.schedule == "2bw":  # at most so many: see Policy.least_microbatches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -72,25 +73,12 @@ def _in_an_order(request: Request) -> Outcome:
     except UserError:
         return best_ordered_plan(request)
     ordered = best_ordered_plan(request)
-    predicted = plain.plan.predicted
-    assert predicted.simulated is not None
-    beside = _time_of(plain), *ordered.schedules, *plain.schedules
-    ordered = replace(ordered, schedules=beside).predicting(
-        data_parallel_seconds=predicted.data_parallel_seconds
-    )
-    if request.order == BEST_ORDER and _time_of(plain).seconds < _time_of(ordered).seconds:
-        return replace(plain, schedules=(_time_of(ordered), *beside[1:]))
-    return ordered
-
-
-def _time_of(outcome: Outcome) -> ScheduleTime:
-    plan = outcome.plan
-    assert plan.predicted.simulated is not None
-    return ScheduleTime(
-        plan.schedule if plan.order is None else f"{plan.schedule}, {plan.order}",
-        plan.replicas,
-        plan.predicted.simulated.seconds_per_minibatch,
-        plan.predicted.microbatches,
+    plain_time, ordered_time = ScheduleTime.of(plain.plan), ScheduleTime.of(ordered.plan)
+    beside = plain_time, *ordered.schedules, *plain.schedules
+    if request.order == BEST_ORDER and plain_time.seconds < ordered_time.seconds:
+        return replace(plain, schedules=(ordered_time, *beside[1:]))
+    return replace(ordered, schedules=beside).predicting(
+        data_parallel_seconds=plain.plan.predicted.data_parallel_seconds
     )
 
 
@@ -164,8 +152,10 @@ def _named_trials(request: Request, trials: PlacedTrials) -> Iterator[tuple[str,
     ]
     fastest = min((trial.seconds for _, trial in tried), default=0.0)
     for name, trial in tried:
-        near = trial.bound <= fastest * _WORTH_EXPLORING
-        settled = _settled(trial.division, trials) if near else None
+        settled = None
+        if trial.bound <= fastest * _WORTH_EXPLORING:
+            with suppress(UserError):
+                settled = trials.settle(trial.division)
         yield name, settled or trial
 
 
@@ -177,13 +167,6 @@ def _steps(neighbours: Neighbours) -> WorthSteps:
         yield from ((other, _BETTER) for other in neighbours.of(division))
 
     return steps
-
-
-def _settled(division: Division, trials: PlacedTrials) -> Trial | None:
-    try:
-        return trials.settle(division)
-    except UserError:
-        return None
 
 
 def _rivals(named: Sequence[tuple[str, Trial]], best: Trial) -> list[Rival]:

@@ -92,7 +92,7 @@ class OrderedTrials(Trials[OrderedTrial]):
             return None
         workers = stages.workers(most_in_flight(spec))
         plan = with_workers(plan, workers)
-        simulation = simulate_work(plan, stages.workload(plan), QUICK_MOVES)
+        simulation = simulate_work(plan, self.request.workload(plan, policy_of(plan)), QUICK_MOVES)
         if simulation is None:
             return None
         held = _held(simulation)
@@ -188,9 +188,6 @@ class _Stages:
         workers = self.workers(in_flight)
         plan = unpriced_plan(self.cuts, self.request, self.placed, workers, microbatches)
         return plan.model_copy(update={"order": order})
-
-    def workload(self, plan: DraftPlan) -> Workload:
-        return self.request.workload(plan, policy_of(plan))
 
     def order_times(self, plan: DraftPlan) -> OrderTimes:
         """What the order is found for, on the slowest device of each place."""

@@ -1,4 +1,7 @@
-"""Compares the planner's plan with others for the same graph and cluster, each simulated."""
+"""Compares the planner's plan with others for the same graph and cluster, each simulated.
+
+Three are baselines, made without a planner: equal layers, equal parameters, data parallelism.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
@@ -13,14 +17,13 @@ from pipedream.graph.plan import DraftPlan, Plan
 from pipedream.graph.timeline import Panel, panels_png
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.choose.division import Division
-from pipedream.optimizer.compare.baselines import data_parallel, equal_layers, equal_parameters
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cost.stages import Rules
-from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
 from pipedream.optimizer.report.tables import show_replicas, table_of
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.outcome import Outcome
+from pipedream.optimizer.search.outcome import Outcome, fixed_outcome
 from pipedream.optimizer.search.placed_plan import placed_plan
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 _DRAWN, _RANKS = 8, 4
 """Minibatches, and ranks, drawn of each plan."""
+
+_HALVINGS = 60
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,62 @@ def compare(request: Request, microbatches: int, chosen: Plan | None) -> list[Co
         else:
             contenders.append(_timed(name, plan, request))
     return contenders
+
+
+def equal_layers(request: Request, microbatches: int) -> Outcome:
+    """As many nodes in each stage, an update per `microbatches` (GPipe, NeurIPS 2019)."""
+    nodes, stages = len(request.planning), _most_stages(request)
+    ends = [nodes * (stage + 1) // stages for stage in range(stages)]
+    ours = replace(request, schedule="gpipe", microbatches=microbatches)
+    outcome = fixed_outcome(ours, ends, [1] * stages)
+    seconds = outcome.batch_seconds(Latency(microbatches))
+    return outcome.predicting(microbatches=microbatches, latency_seconds=seconds)
+
+
+def equal_parameters(request: Request) -> Outcome:
+    """Minimizes the parameters of the stage that has most."""
+    ends = balanced(request.planning.parameter_bytes, _most_stages(request))
+    return fixed_outcome(request, ends, [1] * len(ends))
+
+
+def _most_stages(request: Request) -> int:
+    """Of a straight pipeline along one topological order."""
+    return min(request.cluster.devices, len(request.planning))
+
+
+def data_parallel(request: Request) -> Outcome:
+    """The whole model on every device."""
+    return fixed_outcome(request, [len(request.planning)], [request.cluster.devices])
+
+
+def balanced(weights: Floats, pieces: int) -> list[int]:
+    """The ends of `pieces` non-empty runs of consecutive entries whose heaviest is as light as
+    possible, up to rounding.
+
+    Bisects the weight limit; runs are filled up to it from the left.
+    """
+    assert 0 < pieces <= len(weights)
+    before = np.concatenate([[0.0], np.cumsum(weights)])
+    low, high = float(weights.max()), float(before[-1])
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_filled(before, middle)) <= pieces else (middle, high)
+    ends = _filled(before, high * (1 + 1e-12))
+    while len(ends) < pieces:  # a run that is cut in two gets lighter
+        begins = [0, *ends]
+        sizes = [end - begin for begin, end in zip(begins, ends, strict=False)]
+        longest = sizes.index(max(sizes))
+        ends.insert(longest, ends[longest] - sizes[longest] // 2)
+    return ends
+
+
+def _filled(before: Floats, limit: float) -> list[int]:
+    """Returns the ends of the longest runs that weigh at most `limit`."""
+    ends = [0]
+    while ends[-1] < len(before) - 1:
+        end = int(np.searchsorted(before, before[ends[-1]] + limit, side="right")) - 1
+        ends.append(max(end, ends[-1] + 1))
+    return ends[1:]
 
 
 def _judged(plan: Plan, request: Request) -> DraftPlan:

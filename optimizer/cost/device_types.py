@@ -80,12 +80,8 @@ class DeviceTypes:
     @property
     def without_memory_limit(self) -> DeviceTypes:
         """The same devices with unlimited memory."""
-        speed = {
-            machine: device.speed
-            for machines, device in zip(self.machines, self.worst, strict=True)
-            for machine in machines
-        }
-        return DeviceTypes.from_devices(WorstDevice(speed[m], inf) for m in sorted(speed))
+        worst = (self.worst_of_machines([machine]) for machine in range(sum(self.counts)))
+        return DeviceTypes.from_devices(WorstDevice(device.speed, inf) for device in worst)
 
     @property
     def smallest_memory(self) -> float:

@@ -245,9 +245,13 @@ class NetworkCost(AllReduceAdded):
         return Terms(compute + taken / replicas, exposed, (into + out) / replicas)
 
 
+def _network(_: float | None = None) -> NetworkCost:
+    """pd-train sends activations as they are; pd-optimize refuses the option."""
+    return NetworkCost()
+
+
 COST_MODELS: dict[str, Callable[[float | None], CostModel]] = {
-    # pd-train sends activations as they are; pd-optimize refuses the option.
-    "network": lambda _=None: NetworkCost(),
+    "network": _network,
     "paper": PaperCost,
     "released": ReleasedCost,
     "measured": MeasuredCost,

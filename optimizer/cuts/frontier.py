@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from pipedream.optimizer.cuts.antichains import bits, depth_first, fewest_bytes
+from pipedream.optimizer.cuts.downsets import States
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
 
 _SLOTS = 31  # places of the frontier: two bits each of a state's code
@@ -58,6 +60,15 @@ class Bins:
 
     def __len__(self) -> int:
         return len(self.column)
+
+    @cached_property
+    def working(self) -> Floats:
+        """As states of a search, each bin has more work before it than the last."""
+        return np.arange(len(self), dtype=np.float64)
+
+    def after(self, start: int, end: int) -> States:
+        """The bins up to `end` that may have a downset around one of `start`."""
+        return np.flatnonzero(self.row[start + 1 : end + 1] >= self.row[start]) + start + 1
 
     def merged(self, most: int) -> Bins:
         """Merges these into at most `most` bins (at least three), over a coarser grid."""

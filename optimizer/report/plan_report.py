@@ -217,13 +217,7 @@ def _rival_table(outcome: Outcome) -> Table:
 def _schedule_table(outcome: Outcome) -> Table:
     """Makes a table of the best plan under each schedule, for as many examples."""
     plan = outcome.plan
-    own = plan.predicted.simulated
-    assert own is not None
-    name = f"{plan.schedule}, {plan.order}" if plan.order else plan.schedule
-    chosen = ScheduleTime(
-        name, plan.replicas, own.seconds_per_minibatch, plan.predicted.microbatches
-    )
-    times = (chosen, *outcome.schedules)
+    times = (ScheduleTime.of(plan), *outcome.schedules)
     count = next((each.microbatches for each in times if each.microbatches is not None), 1)
     rows = [
         {

@@ -56,7 +56,7 @@ def bound_over_bins(
     rules = Rules(straight, fewer_machines=True)
     cost = _BinCost(bins, cluster, model)
     types = DeviceTypes.of(cluster).without_memory_limit
-    search = Search(_BinCuts(bins), cluster.machines, cost, rules, types, within)
+    search = Search(bins, cluster.machines, cost, rules, types, within)
     return min(search.bottleneck(), within)
 
 
@@ -105,7 +105,7 @@ def latency_bound_over_bins(
     fill_order = build_fill_order(cluster.machines, types, rules, with_downstream=False)
     done = DoneBounds(bins.least_seconds, bins.most_seconds)
     cost = _BinCost(bins, cluster, model)
-    search = LatencySearch(_BinCuts(bins), done, fill_order, cost, goal, within, idle=True)
+    search = LatencySearch(bins, done, fill_order, cost, goal, within, idle=True)
     solution = search.best()
     return within if solution is None else min(solution.bound, within)
 
@@ -147,21 +147,6 @@ class _PieceCost(Priced):
 
     def parameter_bytes(self, start: int, ends: States) -> Floats:
         return self.parameters[ends]
-
-
-class _BinCuts:
-    """Bins as the states of a search."""
-
-    def __init__(self, bins: Bins) -> None:
-        self.bins = bins
-        self.working = np.arange(len(bins), dtype=np.float64)
-
-    def __len__(self) -> int:
-        return len(self.bins)
-
-    def after(self, start: int, end: int) -> States:
-        rows = self.bins.row
-        return np.flatnonzero(rows[start + 1 : end + 1] >= rows[start]) + start + 1
 
 
 class _BinCost(Priced):

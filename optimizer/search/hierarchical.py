@@ -324,7 +324,10 @@ class Search:
         left, offset = _Remaining(used, 0), 0
         if not self._counted or subproblem.level > 1:
             left = _Remaining(int(whole[:, used, start, 0].argmin()), used)
-        free = self._free(subproblem)
+        # The components of each type, to be taken in turn.
+        free = [iter(range(self.machines[subproblem.level - 1]))]
+        if subproblem.level == len(self.machines):
+            free = [iter(machines) for machines in self.device_types.machines]
         while start != end:
             allocation, behind, stop = self._next_stage(
                 subproblem, (start, end), left, later, within, first=not offset
@@ -340,12 +343,6 @@ class Search:
             for stage in self._unfold(inner, (start, stop), allocation.used, inside):
                 yield NestedStage((*stage.shares, share))
             start, left, offset = stop, behind, offset + replicas
-
-    def _free(self, subproblem: _Subproblem) -> list[Iterator[int]]:
-        """The components of each type, to be taken in turn."""
-        if subproblem.level == len(self.machines):
-            return [iter(machines) for machines in self.device_types.machines]
-        return [iter(range(self.machines[subproblem.level - 1]))]
 
     def _next_stage(
         self,

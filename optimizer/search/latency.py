@@ -121,16 +121,6 @@ class _Pipeline(NamedTuple):
     stages: tuple[tuple[int, int, Submesh, tuple[int, ...]], ...]
 
 
-class _Range(NamedTuple):
-    """Values of t_max not yet tried, above `low` and up to `high`; their plans have a sum of at
-    least `total`.
-    """
-
-    low: float
-    high: float
-    total: float
-
-
 class LatencySearch:
     """Finds the flat pipeline of least latency.
 
@@ -182,10 +172,9 @@ class LatencySearch:
             return None
         cost = goal.seconds(best.total, best.slowest)
         floor = self.done.whole / float(self.fill_order.capacity[-1])
-        ranges = (
-            [_Range(floor * (1 - TIE), nextafter(best.slowest, 0.0), best.total)] if rest else []
-        )
-        # A range of t_max in (low, high] holds nothing better than the best, less B epsilon, once
+        ranges = [(floor * (1 - TIE), nextafter(best.slowest, 0.0), best.total)] if rest else []
+        # Values of t_max not yet tried: (low, high, the least sum of their plans). A range in
+        # (low, high] holds nothing better than the best, less B epsilon, once
         # total + (B - 1) low >= cost - B epsilon; else a pass inside it divides it in two.
         while ranges:
             low, high, total = ranges.pop()
@@ -195,9 +184,9 @@ class LatencySearch:
             middle = (low + high) / 2 if high > _RANGE * low else high
             pipeline = self._within(middle)
             if middle < high:
-                ranges.append(_Range(middle, high, total))
+                ranges.append((middle, high, total))
             if pipeline is not None:
-                ranges.append(_Range(low, nextafter(pipeline.slowest, 0.0), pipeline.total))
+                ranges.append((low, nextafter(pipeline.slowest, 0.0), pipeline.total))
                 if goal.seconds(pipeline.total, pipeline.slowest) < cost:
                     best, cost = pipeline, goal.seconds(pipeline.total, pipeline.slowest)
         return Solution(cost, tuple(self._nested(best)), bound=cost - slack)

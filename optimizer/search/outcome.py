@@ -74,6 +74,15 @@ class ScheduleTime(NamedTuple):
     seconds: float
     microbatches: int | None
 
+    @staticmethod
+    def of(plan: Plan) -> ScheduleTime:
+        """Of a plan that has been simulated."""
+        said = plan.predicted
+        assert said.simulated is not None
+        name = f"{plan.schedule}, {plan.order}" if plan.order else plan.schedule
+        seconds = said.simulated.seconds_per_minibatch
+        return ScheduleTime(name, plan.replicas, seconds, said.microbatches)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -219,9 +228,8 @@ def placed_outcome(
         one_worker_seconds=_one_worker(cuts, request.device_types),
         data_parallel_seconds=placed_plan(cuts, request, whole, memory).form.seconds,
     )
-    times = [(stage.seconds, stage.limit) for stage in form.stages]
     in_flight = [worker.peak.in_flight for worker in workers]
-    return outcome_of(memory, request, plan, times, in_flight, exact)
+    return outcome_of(memory, request, plan, form.stages, in_flight, exact)
 
 
 def fixed_outcome(request: Request, ends: Sequence[int], replicas: Sequence[int]) -> Outcome:

@@ -83,7 +83,7 @@ def unpriced_plan(
         data_parallel_seconds=0.0,
     )
     return DraftPlan.model_construct(
-        graph=request.planned_graph,
+        graph=request.views.planned(request.graph),
         cluster=request.cluster,
         schedule=request.schedule,
         optimizer=request.optimizer,

@@ -104,11 +104,6 @@ class Request:
     split: Split | None = None
     views: GraphViews = field(default_factory=GraphViews, repr=False, compare=False)
 
-    @cached_property
-    def planned_graph(self) -> PlannedGraph:
-        """What the plan says of the graph."""
-        return self.views.planned(self.graph)
-
     @property
     def cost_model(self) -> CostModel:
         """The model under the schedule."""

@@ -10,7 +10,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.choose.chooser import best_plan
-from pipedream.optimizer.compare.baselines import data_parallel
+from pipedream.optimizer.compare.comparison import data_parallel
 from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.latency import Latency

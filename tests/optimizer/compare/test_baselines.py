@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.compare.baselines import (
+from pipedream.optimizer.compare.comparison import (
     balanced,
     data_parallel,
     equal_layers,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipedream.graph.cluster import Cluster
+from pipedream.graph.plan import PlannedGraph
 from pipedream.graph.profile import Sharing, TrainingOverheads
 from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost
 from pipedream.optimizer.cost.stage_cost import Replication
@@ -18,24 +19,28 @@ from pipedream.optimizer.search.request import Request
 CLUSTER = Cluster(machines=(3,), bandwidth=(1e9,))
 
 
+def planned(request: Request) -> PlannedGraph:
+    return request.views.planned(request.graph)
+
+
 def test_graphs_are_worked_out_once_for_all_that_divide_them_alike(make_graph) -> None:
     graph = make_graph("a b c", "a-b b-c", a=(1, 0, 1e6), b=(1, 0, 1e6), c=(1, 0, 1e6))
     overheads = TrainingOverheads({}, reading=2e-3)
     request = Request(graph, CLUSTER, MeasuredCost(), overheads=overheads)
     alike = replace(request, memory=1e9, model=NetworkCost())
     assert alike.planning is request.planning
-    assert alike.planned_graph is request.planned_graph
+    assert planned(alike) is planned(request)
     paper = replace(request, model=PaperCost())  # which counts no overheads
     assert paper.planning.reading == 0
     assert request.planning.reading == 2e-3
-    assert paper.planned_graph is request.planned_graph
+    assert planned(paper) is planned(request)
     flush = replace(request, schedule="flush")
     assert flush.planning.update < request.planning.update
     tied = replace(request, sharing=(Sharing("w", ("a", "c"), 8.0),))
     assert tied.planning.sharing == tied.sharing
     other = make_graph("a b", "a-b", a=(1, 0, 0), b=(1, 0, 0))
     assert len(replace(request, graph=other).planning) == 2
-    assert len(replace(request, graph=other).planned_graph.nodes) == 2
+    assert len(planned(replace(request, graph=other)).nodes) == 2
 
 
 @pytest.mark.parametrize("latency", [None, Latency(4)])
