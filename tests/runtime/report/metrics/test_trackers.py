@@ -11,9 +11,8 @@ import pytest
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import MetricsConfig
-from pipedream.runtime.report.metrics.mlflow_run import MLflow
-from pipedream.runtime.report.metrics.weights_and_biases import WeightsAndBiases
 from pipedream.runtime.report.metrics.writer import MetricsWriter
+from pipedream.runtime.report.metrics.writers import MLflow, WeightsAndBiases
 from pipedream.runtime.run import job
 
 CONFIG = {"optimizer": {"name": "SGD", "args": {"lr": 0.25}}, "replicas": [2, 1]}
