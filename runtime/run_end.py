@@ -17,11 +17,11 @@ from pipedream.runtime.report.expectation import busy_shares
 from pipedream.runtime.report.page.finished_run import FinishedRun
 from pipedream.runtime.report.page.run_page import REPORT, write_page
 from pipedream.runtime.report.recording import Recording
-from pipedream.runtime.report.stage_times import measured_ranks
 from pipedream.runtime.report.summary import write_summary
 from pipedream.runtime.report.utilisation import (
     Utilisation,
     measure_utilisation,
+    measured_ranks,
     print_utilisation,
 )
 from pipedream.runtime.run.job import Job
@@ -49,7 +49,7 @@ def finish(context: RankContext) -> None:
         if recording.epochs or not local.job.has_summary:  # else an export alone was missing
             _sum_up(context, recording, reports)
         if local.job.export is not None:
-            export_newest(local.job, local.job.export)
+            export_newest(local.job)
 
 
 def _sum_up(context: RankContext, recording: Recording, reports: list[dict[str, Any]]) -> None:

@@ -1,7 +1,6 @@
 """What a run reports, during training and at the end.
 
-`live_table`, `metrics` and `summary` show losses and ranks; `recording` brings the events of
-all ranks together on one `clock`, and `utilisation` and `stage_times` say what they spent their
-time on; `page` shows it all as report.html. `pipedream.runtime.run_end` has all of it written:
-begin there.
+`live_table`, `metrics` and `summary` show losses and ranks; `recording` brings the events of all
+ranks together on one `clock`, and `utilisation` says what they spent their time on; `page` shows it
+all as report.html. `pipedream.runtime.run_end` has all of it written: begin there.
 """

@@ -1,15 +1,17 @@
-"""What the ranks spent their time on, and what the plan predicts: figures and table."""
+"""What the ranks spent their time on, and what the plan predicts."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from pipedream.graph.plan import Simulated
+from pipedream.graph.measured_run import MeasuredRank
+from pipedream.graph.plan import Plan, Simulated, workers_by_rank
+from pipedream.graph.profile import Quartiles
 from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.graph.units import show_seconds
@@ -179,3 +181,60 @@ def _table(
             f"{hoped[rank]:.1%}" if hoped.get(rank) else "-",
         )
     return table
+
+
+def measured_ranks(
+    epochs: Sequence[Timeline], counted: range, plan: Plan
+) -> tuple[MeasuredRank, ...]:
+    """Returns what each rank measured for each of its stages, over these minibatches of each epoch.
+
+    Empty if a rank has done none of them.
+    """
+    workers = workers_by_rank(plan.rank_assignment)
+    measured = []
+    for rank, stage, replica in sorted((rank, *w) for rank, own in workers.items() for w in own):
+        kept = [
+            [e for e in epoch[rank] if e.action.minibatch in counted and e.action.stage == stage]
+            for epoch in epochs
+        ]
+        forward, backward = _each(kept, {Kind.FORWARD}), _each(kept, BACKWARDS)
+        if not forward or not backward:
+            return ()
+        updates = _each(kept, {Kind.UPDATE})
+        measured.append(
+            MeasuredRank(
+                rank=rank,
+                stage=stage,
+                replica=replica,
+                minibatches=len(backward),
+                forward=_spread(forward),
+                backward=_spread(backward),
+                updates=len(updates),
+                update=_some(updates),
+                all_reduce=_some(_each(kept, {Kind.ALL_REDUCE, Kind.NORM})),
+                sending=_some(_each(kept, SENDS)),
+                waiting=_some(_each(kept, RECEIVES)),
+            )
+        )
+    return tuple(measured)
+
+
+def _each(epochs: Iterable[Iterable[Event]], kinds: Set[Kind]) -> list[float]:
+    """Returns the seconds that the actions of these kinds took for each minibatch."""
+    totals: list[float] = []
+    for events in epochs:
+        seconds: dict[int, float] = defaultdict(float)
+        for event in events:
+            if event.action.kind in kinds:
+                seconds[event.action.minibatch] += event.end - event.begin
+        totals += seconds.values()
+    return totals
+
+
+def _some(seconds: Sequence[float]) -> Quartiles | None:
+    return _spread(seconds) if seconds else None
+
+
+def _spread(seconds: Sequence[float]) -> Quartiles:
+    # Begin and end are both by the clock of rank 0: what took no time may take less, by rounding.
+    return Quartiles.of([max(0.0, time) for time in seconds])

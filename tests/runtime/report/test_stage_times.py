@@ -11,7 +11,7 @@ from pipedream.capture.export import capture
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Quartiles
 from pipedream.graph.timeline import Event
-from pipedream.runtime.report.stage_times import measured_ranks
+from pipedream.runtime.report.utilisation import measured_ranks
 from pipedream.schedule.action import parse_action
 
 
