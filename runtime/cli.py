@@ -288,7 +288,7 @@ def _start(job: Job, workers: int | None, max_restarts: int) -> int:
     if job.export is not None and trained and job.has_summary:
         from pipedream.runtime.checkpoint.export import export_newest
 
-        export_newest(job, job.export)
+        export_newest(job)
         return 0
     _import_for(workers or planned)
     work = partial(_work_forked, job)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from pipedream.capture.errors.capture_errors import blaming_modules
+from pipedream.capture.loss import Loss, Metric
 from pipedream.capture.sources.load import load_config_model
+from pipedream.capture.sources.minibatch import Dataset
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.checkpoint import files as checkpoint
-from pipedream.runtime.checkpoint.plain_model import evaluate
-from pipedream.runtime.data.reader import Reader
+from pipedream.runtime.data.reader import Reader, in_order
 from pipedream.runtime.engine.evaluation import Evaluation, EvaluationExecutor, EvaluationTotals
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.metrics.writers import Writers
@@ -66,6 +73,30 @@ def evaluate_alone(context: RankContext, path: Path) -> dict[str, float]:
     assert held_out is not None
     model = load_config_model(config, local.job.directory, names=local.examples.input_names)
     return evaluate(model, path, held_out, config, local.loss, local.device, local.metrics)
+
+
+def evaluate(
+    model: nn.Module,
+    path: Path,
+    held_out: Dataset,
+    config: RunConfig,
+    loss: Loss,
+    device: torch.device,
+    metrics: Mapping[str, Metric],
+) -> dict[str, float]:
+    """Loads the checkpoint at `path` into `model` and evaluates it in eval mode, on this worker.
+
+    Returns `EvaluationTotals.result`. Raises UserError if the checkpoint is of another model.
+    """
+    checkpoint.load_plain(model, path)
+    model.to(device).eval()
+    totals = EvaluationTotals()
+    with torch.no_grad():
+        for batch in in_order(held_out, config, device):
+            with blaming_modules(config.model.source, model):
+                output = model(*batch.inputs)
+            totals.add_outputs(output, batch.target, len(batch.inputs[0]), loss, metrics)
+    return EvaluationTotals.result([astuple(totals)])
 
 
 def _step_metric_scheduler(context: RankContext, key: str) -> None:

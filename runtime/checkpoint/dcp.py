@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 
 from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint.files import torch_reads
-from pipedream.runtime.checkpoint.plain_model import state_tensors
 
 _INDEX = ".metadata"
 
@@ -39,6 +38,11 @@ _USUAL = ("", "model.", "app.model.")
 
 _NUMBERED = r"(?:^|\.)state\.\d+\.[^.]+$"
 """Of `optimizer.state_dict()`: as `optim.state.0.exp_avg`."""
+
+
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors of the state_dict, by name; modules may keep other things there."""
+    return {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
 
 
 def write_folder(path: Path, model: nn.Module, optimizer: Mapping[str, Any]) -> None:

@@ -17,19 +17,19 @@ from pipedream.capture.sources.load import load_config_model
 from pipedream.graph.command import whole
 from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint
-from pipedream.runtime.checkpoint.dcp import optimizer_state, write_folder
-from pipedream.runtime.checkpoint.plain_model import load_plain, state_tensors
+from pipedream.runtime.checkpoint.dcp import optimizer_state, state_tensors, write_folder
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.run.job import Job
 
 
-def export_newest(job: Job, target: Path) -> None:
-    """Writes the run's newest checkpoint as `export` does, and says so on standard output."""
+def export_newest(job: Job) -> None:
+    """Writes the run's newest checkpoint as it is asked for, and says so on standard output."""
     path = checkpoint.latest(job.checkpoints)
     assert path is not None
-    export(job, path, target)
-    print(f"Written: {target}")
+    assert job.export is not None
+    export(job, path, job.export)
+    print(f"Written: {job.export}")
 
 
 def export(job: Job, path: Path, target: Path) -> None:
@@ -40,7 +40,7 @@ def export(job: Job, path: Path, target: Path) -> None:
     not of the run's model, or the disk refuses.
     """
     model = load_config_model(job.config, job.directory)
-    load_plain(model, path)
+    checkpoint.load_plain(model, path)
     with checkpoint.writing(f"--export {target}"):
         if target.suffix == ".dcp":
             with _folder(target) as fresh:

@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -40,12 +41,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pipedream.graph.errors import UserError, read_artifact, worded
 from pipedream.graph.placements.regions import Region, blocks, whole
-from pipedream.runtime.checkpoint.complex_pairs import as_pairs, from_pairs, plain_name
 from pipedream.runtime.optim.stepping import Progress
 from pipedream.runtime.run.training_segment import Position
 
 _INDEX = "model.safetensors.index.json"
 _LATEST = "latest"
+
+_COMPLEX = "@complex"
+"""Of the name of a complex tensor [...], which is in a file as pairs of numbers [..., 2]."""
 
 # Said of every save and load by one process for itself, which is what happens here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -109,7 +112,7 @@ def write_stage(
     are as `copied` gives them. Raises UserError if the disk refuses.
     """
     partial = _partial(folder, position)
-    both = as_pairs(model), as_pairs(optimizer)
+    both = _as_pairs(model), _as_pairs(optimizer)
     for part, tensors in zip(_parts(partial), both, strict=True):
         path = part / _file(stage, stages)
         with writing(path):
@@ -228,9 +231,9 @@ def load_model(
 
     Raises UserError of one line that names the file, and the tensor that is missing or differs.
     """
-    part, rest = _CheckpointPart(path), as_pairs(into)
+    part, rest = _CheckpointPart(path), _as_pairs(into)
     for name, tensor in list(rest.items()):
-        own, shape = plain_name(name), tuple(tensor.shape)
+        own, shape = name.removesuffix(_COMPLEX), tuple(tensor.shape)
         if whole_shape is not None:
             shape = (*whole_shape(own), *shape[into[own].dim() :])
         part.check(name, shape, tensor.dtype)
@@ -256,13 +259,23 @@ def load_optimizer(
         if region is not None:
             regions[key] = torch.empty(region.shape, dtype=stored.properties.dtype)
             part.load_region(key, region, regions[key])
-    return from_pairs({**part.loaded(key for key in owners if key not in regions), **regions})
+    return _from_pairs({**part.loaded(key for key in owners if key not in regions), **regions})
 
 
 def load_all(path: Path) -> dict[str, torch.Tensor]:
     """Returns all parameters and buffers, for the plain model. Raises UserError."""
     part = _CheckpointPart(path)
-    return from_pairs(part.loaded(part.files))
+    return _from_pairs(part.loaded(part.files))
+
+
+def load_plain(model: nn.Module, path: Path) -> None:
+    """Loads a checkpoint into the plain model; tied parameters have their first name."""
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    with torch.no_grad():
+        for name, tensor in load_all(path).items():
+            if name not in own:
+                raise UserError(f"{path}: {name} is not in this model")
+            own[name].copy_(tensor)
 
 
 class _CheckpointPart:
@@ -371,6 +384,25 @@ def _discard(path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def _as_pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors by the names that they have in files; pairs are in the same memory."""
+    return {
+        f"{name}{_COMPLEX}" if tensor.is_complex() else name: (
+            torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def _from_pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name.removesuffix(_COMPLEX): (
+            torch.view_as_complex(tensor) if name.endswith(_COMPLEX) else tensor
+        )
+        for name, tensor in tensors.items()
+    }
 
 
 @contextmanager

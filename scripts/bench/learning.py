@@ -151,7 +151,7 @@ def held_out(kind: Kind, run: Path) -> pd.DataFrame:
     import torch
 
     from pipedream.graph.run_config import RunConfig
-    from pipedream.runtime.checkpoint.plain_model import evaluate
+    from pipedream.runtime.held_out import evaluate
 
     config = RunConfig.model_validate(kind.config({}))
     training, held = topics_gpt.data(LENGTH)

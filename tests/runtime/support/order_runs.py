@@ -18,8 +18,7 @@ from pipedream.capture.export import capture
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.run_config import RunConfig, read_config
-from pipedream.runtime.checkpoint.files import latest, load_all
-from pipedream.runtime.checkpoint.plain_model import load_plain
+from pipedream.runtime.checkpoint.files import latest, load_all, load_plain
 from pipedream.runtime.data.reader import Epoch
 
 CPU = torch.device("cpu")
