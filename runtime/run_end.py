@@ -55,7 +55,9 @@ def finish(context: RankContext) -> None:
 def _sum_up(context: RankContext, recording: Recording, reports: list[dict[str, Any]]) -> None:
     """Writes what rank 0 knows of the run; its last epochs may have been trained before."""
     job = context.local.job
-    spent = _utilisation(context, recording, reports)
+    spent = measure_utilisation(list(recording.epochs.values()), _steady(context))
+    for report in reports:
+        report["busy"] = round(spent.busy(report["rank"]), 4) if recording.epochs else None
     also, measured = "", None
     if recording.epochs:
         _write_recording(job, recording, spent, reports)
@@ -63,13 +65,10 @@ def _sum_up(context: RankContext, recording: Recording, reports: list[dict[str, 
         also = "timeline.png, " + f"{MEASURED}, " * (measured is not None)
     summary = _summary(context, reports, spent) | _try_model(context)
     # Before summary.json, which says that the run is finished.
-    if write_page(FinishedRun(job, summary, spent, measured)):
+    run = FinishedRun(job, summary, spent, measured)
+    if write_page(run):
         also = f"{REPORT}, {also}"
-    also += "trace.json, " * job.trace + "tensorboard, " * job.tensorboard
-    planned = job.plan.batch_size
-    planned_for = None if planned == job.config.batch_size else planned
-    expected_of = measured if job.as_planned else None
-    write_summary(job.run, summary, also, spent.steady, planned_for, expected_of)
+    write_summary(run, also + "trace.json, " * job.trace + "tensorboard, " * job.tensorboard)
     context.writers.end(summary)
 
 
@@ -104,16 +103,6 @@ def _predicted_memory(context: RankContext) -> float | None:
 def _simulated(job: Job) -> Simulated | None:
     """Returns the simulation of the plan; None if it was trained under another schedule."""
     return job.plan.predicted.simulated if job.as_planned else None
-
-
-def _utilisation(
-    context: RankContext, recording: Recording, reports: list[dict[str, Any]]
-) -> Utilisation:
-    """Returns what the ranks spent their time on; notes in each report how busy the rank was."""
-    spent = measure_utilisation(list(recording.epochs.values()), _steady(context))
-    for report in reports:
-        report["busy"] = round(spent.busy(report["rank"]), 4) if recording.epochs else None
-    return spent
 
 
 def _steady(context: RankContext) -> SteadySpan | None:

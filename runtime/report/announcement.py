@@ -12,13 +12,10 @@ def announcement(job: Job, minibatches: int) -> str:
     """Returns one line for a run whose epochs have so many minibatches."""
     policy, config = job.policy, job.config
     sizes = [policy.round_size(stage) for stage in range(len(job.plan.replicas))]
-    updates = [-(-minibatches // size) for size in sizes]
-    examples = [size * config.batch_size for size in sizes]
-    if len(set(sizes)) == 1:
-        counts = f"{updates[0]} updates an epoch, each of {examples[0]} examples"
-    else:
-        of = ", ".join(map(str, examples))
-        counts = f"{', '.join(map(str, updates))} updates an epoch, each of {of} examples"
+    sizes = sizes[:1] if len(set(sizes)) == 1 else sizes
+    updates = ", ".join(str(-(-minibatches // size)) for size in sizes)
+    examples = ", ".join(str(size * config.batch_size) for size in sizes)
+    counts = f"{updates} updates an epoch, each of {examples} examples"
     late = _latest(job, minibatches)
     lateness = "no gradient is late"
     if any(late):

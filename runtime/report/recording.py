@@ -105,12 +105,7 @@ class Recording:
             for number, epoch in self.epochs.items()
             if any(epoch.values())
         }
-        counters: dict[str, dict[int, list[tuple[float, float]]]] = {}
-        for epoch in self.epochs.values():
-            for name, counted in _counters(epoch).items():
-                for rank, steps in counted.items():
-                    counters.setdefault(name, {}).setdefault(rank, []).extend(steps)
-        write_chrome(joined, path, counters, marks)
+        write_chrome(joined, path, _counters(joined), marks)
 
 
 def _counters(ranks: Timeline) -> dict[str, dict[int, list[tuple[float, float]]]]:

@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import Store
 
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import UserError
-from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.runtime.report.expectation import advice, compare, figures
+from pipedream.runtime.report.expectation import figures
+from pipedream.runtime.report.page.finished_run import FinishedRun
 from pipedream.runtime.run.job import SUMMARY
 
 
@@ -90,13 +90,34 @@ def expected_seconds(summary: Mapping[str, Any]) -> float | None:
 
 def show_metrics(metrics: Mapping[str, Any]) -> list[str]:
     """Returns the lines that tell of the held-out metrics, if there are any."""
-    lines = []
-    if "held_out_loss" in metrics:
-        lines.append(f"held-out loss       {metrics['held_out_loss']:.4f}")
-    if "held_out_accuracy" in metrics:
-        lines.append(f"held-out accuracy   {metrics['held_out_accuracy']:.1%}")
-    own = own_metrics(metrics).items()
-    return [*lines, *(f"{f'held-out {name}':<19} {value:.4g}" for name, value in own)]
+    return [f"{name:<19} {value}" for name, value in held_out_figures(metrics).items()]
+
+
+def held_out_figures(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the held-out metrics as text, by the names that people read."""
+    forms = {"loss": ".4f", "accuracy": ".1%", **dict.fromkeys(own_metrics(metrics), ".4g")}
+    return {
+        f"held-out {name}": f"{metrics[f'held_out_{name}']:{form}}"
+        for name, form in forms.items()
+        if f"held_out_{name}" in metrics
+    }
+
+
+def peak_memory(summary: Mapping[str, Any]) -> tuple[float, str]:
+    """Returns the bytes of the rank that had most, and in words which that is and what was planned
+    for it.
+    """
+    fullest = max(summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])
+    planned = fullest["predicted_memory_bytes"]
+    more = f", planned {show_bytes(planned)}" if planned else ""
+    return fullest["peak_memory_bytes"], f"on rank {fullest['rank']}{more}"
+
+
+def held_out_lines(run: Path) -> list[dict[str, Any]]:
+    """Returns the lines of held_out.jsonl in the folder of a run; none without that file."""
+    path = run / "held_out.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def own_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -108,46 +129,33 @@ def own_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def write_summary(
-    run: Path,
-    summary: Mapping[str, Any],
-    also: str,
-    steady: bool,
-    planned_for: int | None,
-    measured_run: MeasuredRun | None = None,
-) -> None:
+def write_summary(run: FinishedRun, also: str) -> None:
     """Writes summary.json in the run's folder, and the main figures to standard output.
 
-    `also`: other files that were written there. `steady`: whether times are of the steady state.
-    `planned_for`: the batch size of the plan, if the run has another. `measured_run`: what was
-    written to measured.json.
+    `also`: other files that were written there.
     """
-    write_whole(run / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    job, summary, comparison = run.job, run.summary, run.comparison
+    write_whole(job.run / SUMMARY, json.dumps(summary, indent=1) + "\n")
     measured = summary["seconds_per_minibatch"]
     wanted = expected_seconds(summary)
     beside = "" if wanted is None else f", expected {show_seconds(wanted)}"
-    comparison = None if measured_run is None else compare(measured_run)
     lines = []
     if measured:  # else there was nothing left to train
-        rate = f"{summary['samples_per_second']:.0f}" + " in the steady state" * steady
+        rate = f"{summary['samples_per_second']:.0f}" + " in the steady state" * run.spent.steady
         lines = [
             f"time per minibatch  {show_seconds(measured)}{beside}",
             *(figures(comparison) if comparison is not None else []),
             f"samples per second  {rate}",
         ]
-    if planned_for is not None:
-        lines.append(f"planned             for minibatches of {planned_for}, unlike this run's")
+    if not job.has_planned_batch:
+        planned = job.plan.batch_size
+        lines.append(f"planned             for minibatches of {planned}, unlike this run's")
     if summary["final_loss"] is not None:
         lines.append(f"final loss          {summary['final_loss']:.4f}")
     lines += show_metrics(summary)
     if left_out := max(rank["updates_left_out"] for rank in summary["ranks"]):
         lines.append(f"updates left out    {left_out}: non-finite gradients")
-    fullest = max(summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])
-    measured_memory = show_bytes(fullest["peak_memory_bytes"])
-    planned = fullest["predicted_memory_bytes"]
-    more = f", planned {show_bytes(planned)}" if planned else ""
-    lines.append(f"memory              {measured_memory} on rank {fullest['rank']}{more}")
-    if comparison is not None and measured_run is not None:
-        lines += advice(comparison, measured_run, run)
+    peak, of_rank = peak_memory(summary)
+    lines += [f"memory              {show_bytes(peak)} {of_rank}", *run.advice]
     print("\n".join(lines))
-    print(f"Written: {run}/summary.json, metrics.jsonl, {also}checkpoints")
+    print(f"Written: {job.run}/summary.json, metrics.jsonl, {also}checkpoints")

@@ -10,7 +10,7 @@ from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.model import Graph, read_graph
 from pipedream.graph.plan import PlannedGraph
 from pipedream.graph.profile import read_profile
-from pipedream.runtime.report.expectation import Comparison, compare
+from pipedream.runtime.report.expectation import Comparison, advice, compare
 from pipedream.runtime.report.utilisation import Utilisation
 from pipedream.runtime.run.job import Job
 
@@ -30,6 +30,13 @@ class FinishedRun:
     def comparison(self) -> Comparison | None:
         """Returns the plan's expectation beside the run; None if it was trained in another way."""
         return compare(self.measured) if self.measured and self.job.as_planned else None
+
+    @property
+    def advice(self) -> list[str]:
+        """Returns lines on what would bring plan and run together."""
+        if self.comparison is None or self.measured is None:
+            return []
+        return advice(self.comparison, self.measured, self.job.run)
 
     def planned_graph(self) -> Graph | None:
         """Returns the graph.txt that pd-optimize wrote beside the plan; None if missing or another.

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from pipedream.runtime.report.summary import held_out_lines
+
 WIDTH, HEIGHT = 420, 200
 """Of the area between the axes."""
 
@@ -72,7 +74,8 @@ def loss_chart(run: Path, minibatches: int) -> LossChart | None:
         return None
     buckets = _buckets(losses)
     means = [(fmean(x for x, _ in bucket), fmean(y for _, y in bucket)) for bucket in buckets]
-    held_out = list(_held_out(run / "held_out.jsonl"))
+    tried = [(each["epoch"], each["held_out_loss"]) for each in held_out_lines(run)]
+    held_out = [point for point in tried if math.isfinite(point[1])]
     shown = [y for _, y in (*means, *held_out)]
     low, high = min(shown), max(shown)
     if not high - low > 1e-9 * abs(high):
@@ -101,13 +104,6 @@ def _losses(path: Path, minibatches: int) -> Iterator[tuple[float, float]]:
         for each in map(json.loads, file):
             if math.isfinite(each["loss"]):
                 yield each["epoch"] - 1 + (each["minibatch"] + 1) / minibatches, each["loss"]
-
-
-def _held_out(path: Path) -> Iterator[tuple[float, float]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for each in map(json.loads, lines):
-        if math.isfinite(each["held_out_loss"]):
-            yield each["epoch"], each["held_out_loss"]
 
 
 def _buckets(losses: Points) -> list[Points]:

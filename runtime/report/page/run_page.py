@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import yaml
 
 from pipedream.graph.command import UserError, write_whole
-from pipedream.runtime.report.expectation import advice
 from pipedream.runtime.report.page import pictures, tables
 from pipedream.runtime.report.page.finished_run import FinishedRun
 from pipedream.runtime.report.page.loss_chart import loss_chart
@@ -62,7 +61,7 @@ def _parts(run: FinishedRun) -> dict[str, Any]:
         "figures": lambda: tables.headline(run),
         "notes": lambda: tables.notes(run),
         "differences": lambda: tables.differences(run),
-        "advice": lambda: _advice(run),
+        "advice": lambda: " ".join(run.advice),
         "stages": lambda: tables.stages(run, names, graph),
         "layers": lambda: tables.layers(run, names, graph),
         "expected_timeline": lambda: pictures.expected_timeline(run),
@@ -79,13 +78,6 @@ def _parts(run: FinishedRun) -> dict[str, Any]:
     }
     parts = {name: _attempt(name.replace("_", " "), make) for name, make in makers.items()}
     return {**parts, "job": job, "run": run, "finished": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
-
-
-def _advice(run: FinishedRun) -> str | None:
-    """Returns what would bring plan and run together."""
-    if run.comparison is None or run.measured is None:
-        return None
-    return " ".join(advice(run.comparison, run.measured, run.job.run))
 
 
 def _attempt(part: str, make: Callable[[], _Part]) -> _Part | None:

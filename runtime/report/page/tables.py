@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,7 +16,13 @@ from pipedream.graph.plan import Stage, workers_by_rank
 from pipedream.graph.timeline import evenly
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.report.page.finished_run import FinishedRun
-from pipedream.runtime.report.summary import expected_seconds, own_metrics
+from pipedream.runtime.report.summary import (
+    expected_seconds,
+    held_out_figures,
+    held_out_lines,
+    own_metrics,
+    peak_memory,
+)
 from pipedream.schedule.action import stages_and_replicas
 
 _LAYERS = 12
@@ -55,13 +60,7 @@ def headline(run: FinishedRun) -> list[Figure]:
     figures = [*_speed(run), *_bubble(run), *_memory(run)]
     if summary["final_loss"] is not None:
         figures.append(Figure("final loss", f"{summary['final_loss']:.4f}"))
-    if "held_out_loss" in summary:
-        figures.append(Figure("held-out loss", f"{summary['held_out_loss']:.4f}"))
-    if "held_out_accuracy" in summary:
-        figures.append(Figure("held-out accuracy", f"{summary['held_out_accuracy']:.1%}"))
-    for name, value in own_metrics(summary).items():
-        figures.append(Figure(f"held-out {name}", f"{value:.4g}"))
-    return figures
+    return [*figures, *(Figure(*each) for each in held_out_figures(summary).items())]
 
 
 def _speed(run: FinishedRun) -> Iterable[Figure]:
@@ -81,11 +80,9 @@ def _bubble(run: FinishedRun) -> Iterable[Figure]:
 
 
 def _memory(run: FinishedRun) -> Iterable[Figure]:
-    fullest = max(run.summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])
-    measured, planned = fullest["peak_memory_bytes"], fullest["predicted_memory_bytes"]
-    if measured:
-        more = f", planned {show_bytes(planned)}" if planned else ""
-        yield Figure("peak memory", show_bytes(measured), f"on rank {fullest['rank']}{more}")
+    peak, of_rank = peak_memory(run.summary)
+    if peak:
+        yield Figure("peak memory", show_bytes(peak), of_rank)
 
 
 def notes(run: FinishedRun) -> list[str]:
@@ -131,9 +128,7 @@ def differences(run: FinishedRun) -> Table | None:
 
 def held_out(run: FinishedRun) -> Table | None:
     """Returns the metrics of held_out.jsonl by epoch; None without them."""
-    path = run.job.run / "held_out.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    read = [json.loads(line) for line in evenly(lines, _EPOCHS)]
+    read = evenly(held_out_lines(run.job.run), _EPOCHS)
     own = dict.fromkeys(name for each in read for name in own_metrics(each))
     rows = [
         {

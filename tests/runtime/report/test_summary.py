@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipedream.runtime.report.page.finished_run import FinishedRun
 from pipedream.runtime.report.summary import write_summary
+from pipedream.runtime.report.utilisation import Utilisation
 
 SUMMARY: dict[str, Any] = {
     "seconds_per_minibatch": 0.004,
@@ -21,14 +24,21 @@ SUMMARY: dict[str, Any] = {
 }
 
 
+def finished(folder: Path, steady: bool, planned_batch: int) -> FinishedRun:
+    """A run of minibatches of 16."""
+    plan = SimpleNamespace(batch_size=planned_batch)
+    job: Any = SimpleNamespace(run=folder, plan=plan, has_planned_batch=planned_batch == 16)
+    return FinishedRun(job, SUMMARY, Utilisation(1.0, 1, {}, steady), None)
+
+
 def test_says_what_the_figures_are_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_summary(tmp_path, SUMMARY, "", steady=True, planned_for=32)
+    write_summary(finished(tmp_path, steady=True, planned_batch=32), "")
     assert capsys.readouterr().out.splitlines()[:3] == [
         "time per minibatch  4 ms, expected 8 ms",
         "samples per second  4000 in the steady state",
         "planned             for minibatches of 32, unlike this run's",
     ]
-    write_summary(tmp_path, SUMMARY, "", steady=False, planned_for=None)
+    write_summary(finished(tmp_path, steady=False, planned_batch=16), "")
     assert capsys.readouterr().out.splitlines()[1:] == [
         "samples per second  4000",
         "final loss          0.5000",
