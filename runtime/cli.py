@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -212,11 +213,8 @@ def _try(plan: Path, config: Path, options: dict[str, Any]) -> int:
     """Checks the run without beginning it; its folder goes. Raises UserError if it cannot be."""
     from pipedream.runtime.dry_run import dry_run
 
-    others = [name for name in ("resume", "export", "evaluate_only") if options[name]]
-    if others:
-        raise UserError(
-            f"--dry-run checks a run from its beginning: leave --{others[0].replace('_', '-')} out"
-        )
+    others = ("resume", "export", "evaluate_only")
+    _refuse(others, options, "--dry-run checks a run from its beginning")
     with TemporaryDirectory() as folder:
         for line in dry_run(_job(plan, config, Path(folder), False, options)):
             print(line, flush=True)
@@ -258,13 +256,18 @@ def _to_evaluate(config: RunConfig, options: dict[str, Any]) -> RunConfig:
     Raises UserError if training is asked for, too.
     """
     others = ("resume", "export", "init", "save_every", "keep", "replan", "trace", "tensorboard")
-    for name in others:
-        if options[name]:
-            raise UserError(f"--evaluate-only trains nothing: leave --{name.replace('_', '-')} out")
+    _refuse(others, options, "--evaluate-only trains nothing")
     if not options["evaluate"]:
         raise UserError("--evaluate-only: leave --no-evaluate out")
     every = None if config.data.varying else 1
     return config.model_copy(update={"evaluate_every": every})
+
+
+def _refuse(others: Iterable[str], options: dict[str, Any], reason: str) -> None:
+    """Raises UserError for the first of these options that is given."""
+    for name in others:
+        if options[name]:
+            raise UserError(f"{reason}: leave --{name.replace('_', '-')} out")
 
 
 def _start(job: Job, workers: int | None, max_restarts: int) -> int:

@@ -46,7 +46,8 @@ def dry_run(job: Job) -> Iterator[str]:
     yield f"loss      {job.config.loss}: {_loss(job, examples):.4f} for the first minibatch"
     captures = capture_all(job, examples, first)
     of_stages = interfaces(captures.whole, job.plan)
-    check_stages(job, links(of_stages), tied(captures.whole, of_stages), examples.minibatches)
+    held = tied(captures.whole, of_stages)
+    check_stages(job, job.spec(links(of_stages), held), held, examples.minibatches)
     rng = MinibatchRng(job.config.seed, device)
     stages = [LocalStage(job, (own.stage, 0), captures, own, rng) for own in of_stages]
     sizes = (sum(p.nbytes for p in stage.parameters.values()) for stage in stages)

@@ -31,7 +31,6 @@ from pipedream.runtime.report.peak_memory import PeakMemory
 from pipedream.runtime.report.recording import Recorder
 from pipedream.runtime.run.training_segment import Position, whole_updates
 from pipedream.runtime.selfcheck.rehearsal import rehearse
-from pipedream.runtime.stages.partition import links
 from pipedream.runtime.supervise.graceful_stop import GracefulStop
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 from pipedream.runtime.supervise.watchdog import Watchdog
@@ -61,9 +60,7 @@ class RankContext:
         self.clock = Clock(self.store, rank_info.rank, rank_info.world_size)
         self.clock.read()
         self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
-        self.wiring = Wiring.of(
-            job.plan, links(local.interfaces), local.tied, local.rng, local.backend
-        )
+        self.wiring = Wiring.of(job.plan, local.spec.links, local.tied, local.rng, local.backend)
         self.transport = self.wiring.transport
         for stage in local.stages:  # devices of a mesh may exchange tensors from now on
             if stage.sharding is not None:

@@ -233,9 +233,7 @@ class ProgramPasses(Passes):
 
 
 def _of_loss(loss: Tensor, ends: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """Returns the gradients of `loss` by these outputs of a model; None where it does not depend on
-    one.
-    """
+    """Returns the gradients of `loss` by these outputs; None where it does not depend on one."""
     if not loss.requires_grad or not ends:
         return {}
     gradients = torch.autograd.grad(loss, list(ends.values()), allow_unused=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.checks.equivalence import Tolerance, check_equivalence
@@ -63,7 +62,9 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
     rest = _rest(job, examples, model, first, whole)
     tolerance = None
     if rank_info.rank == 0 and not job.unchecked:
-        tolerance = _check(job, model, first, whole, rest, examples.sizes.rest)
+        if rest is not None:
+            _check(job, model, rest, first.first(examples.sizes.rest))
+        tolerance = _check(job, model, whole, first)
     return Captures(
         whole,
         rest,
@@ -79,9 +80,7 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
 
 
 def _check_config(job: Job, examples: Examples, model: nn.Module) -> None:
-    """Raises UserError for what the run config asks for in vain: before the capture, which takes
-    long.
-    """
+    """Raises UserError for what is asked for in vain: before the capture, which takes long."""
     wanted = job.evaluate_only or (job.config.evaluate_every is not None and job.evaluate)
     if wanted and examples.held_out is None:
         option = "--evaluate-only" if job.evaluate_only else "evaluate_every"
@@ -91,28 +90,12 @@ def _check_config(job: Job, examples: Examples, model: nn.Module) -> None:
     LearningRate(job.config.scheduler, optimizer, job.directory)
 
 
-def _check(
-    job: Job,
-    model: nn.Module,
-    first: Batch,
-    whole: Captured,
-    rest: Captured | None,
-    examples: int,
-) -> Tolerance | None:
-    """Compares what was captured with the model; `rest` is for so many of the `examples`. Raises
-    UserError if they differ.
-    """
+def _check(job: Job, model: nn.Module, captured: Captured, batch: Batch) -> Tolerance | None:
+    """Compares what was captured for this minibatch with the model. Raises UserError."""
     loss = load_loss(job.config.loss, job.directory)
-
-    def check(captured: Captured, batch: Batch) -> Tolerance | None:
-        def loss_of(output: Any) -> Tensor:
-            return loss(output, batch.target)
-
-        return check_equivalence(model, captured, batch.inputs, {}, loss_of)
-
-    if rest is not None:
-        check(rest, first.first(examples))
-    return check(whole, first)
+    return check_equivalence(
+        model, captured, batch.inputs, {}, lambda output: loss(output, batch.target)
+    )
 
 
 def _rest(

@@ -19,9 +19,10 @@ from pipedream.runtime.run.training_segment import training_segments, whole_upda
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_forms import CapturedStages
-from pipedream.schedule.action import Action, StageLink, Worker
+from pipedream.schedule.action import Action
 from pipedream.schedule.checker import UnsoundError, check_ranks
 from pipedream.schedule.schedule import Schedule
+from pipedream.schedule.spec import PipelineSpec
 
 
 class LocalModel:
@@ -48,7 +49,8 @@ class LocalModel:
         job = self.job
         self.interfaces = interfaces(captures.whole, job.plan)
         self.tied = tied(captures.whole, self.interfaces)
-        check_stages(job, links(self.interfaces), self.tied, self.examples.minibatches)
+        self.spec = job.spec(links(self.interfaces), self.tied)
+        check_stages(job, self.spec, self.tied, self.examples.minibatches)
         forms = self._forms(captures)
         self.stages = tuple(
             LocalStage(
@@ -59,7 +61,7 @@ class LocalModel:
                 self.rng,
                 forms,
                 self.tied,
-                self._mesh_device(worker),
+                job.plan.rank_assignment[worker[0]][worker[1]].ranks.index(self.rank_info.rank),
                 self.loss,
             )
             for worker in self.workers
@@ -70,12 +72,6 @@ class LocalModel:
         if self.evaluation is not None:
             trained = {stage.stage: stage.stage_modules.usual for stage in self.stages}
             self.evaluation.join_meshes(trained)
-
-    def _mesh_device(self, worker: Worker) -> int:
-        """Returns which device of the stage's mesh this rank is."""
-        stage, replica = worker
-        team = self.job.plan.rank_assignment[stage][replica]
-        return team.ranks.index(self.rank_info.rank)
 
     def _forms(self, captures: Captures) -> CapturedStages | None:
         """Returns the stages of this rank in other forms, if minibatches vary in shape."""
@@ -106,7 +102,7 @@ class LocalModel:
 
     def schedule(self, minibatches: int) -> Schedule:
         """Returns that of so many minibatches, from an empty pipeline to an empty one."""
-        return Schedule(self.job.spec(links(self.interfaces), self.tied), minibatches)
+        return Schedule(self.spec, minibatches)
 
     @property
     def segment_minibatches(self) -> int:
@@ -120,16 +116,16 @@ _MOST_CHECKED = 1_000
 
 
 def check_stages(
-    job: Job, links: Sequence[StageLink], tied: Mapping[str, Sequence[int]], minibatches: int
+    job: Job, spec: PipelineSpec, tied: Mapping[str, Sequence[int]], minibatches: int
 ) -> None:
-    """Checks a run whose epochs have so many minibatches, for stages with these `links`.
+    """Checks a run of this pipeline whose epochs have so many minibatches.
 
     `tied`: the stages that hold a parameter, by its name, where there are several. Raises UserError
     where they cannot learn it together, or the ranks would wait for one another.
     """
     _check_tied(job, tied)
     if job.order != DEFAULT_ORDER:
-        spec, most = job.spec(links, tied), whole_updates(_MOST_CHECKED, job.policy)
+        most = whole_updates(_MOST_CHECKED, job.policy)
         segments = training_segments(minibatches, job.segment_minibatches)
         for count in {min(len(segment), most) for segment in segments}:
             _check_order(job, Schedule(spec, count))

@@ -15,6 +15,7 @@ from pipedream.capture.checks.equivalence import as_double
 from pipedream.capture.compute_settings import Precision
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
+from pipedream.runtime.loop.gathering import of_all_ranks
 
 _CHECKED = 3
 """The first minibatches, which are compared between the ranks."""
@@ -112,8 +113,7 @@ class Agreement:
         for name, module in self.model.named_modules():
             here[f"{name or 'the model'} is in training mode:"] = module.training
         here["microbatches:"] = len(texts)
-        every: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, here)
+        every: list[dict[str, Any]] = of_all_ranks(here)
         for rank, there in enumerate(every[1:], start=1):
             for key in {**every[0], **there}:
                 one, other = every[0].get(key, "missing"), there.get(key, "missing")

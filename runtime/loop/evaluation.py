@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -17,6 +16,7 @@ from pipedream.runtime.engine.evaluation import Evaluation, EvaluationExecutor, 
 from pipedream.runtime.engine.forward import Tensors
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.engine.wiring import Wiring
+from pipedream.runtime.loop.gathering import of_all_ranks
 from pipedream.runtime.loop.split_minibatch import SplitMinibatch, WeightedLoss
 from pipedream.runtime.loop.staged_model import StagedModel
 from pipedream.runtime.stages.stage_module import StageModule
@@ -84,8 +84,7 @@ class MinibatchEvaluation:
 
     def _joined(self, returned: Mapping[int, Any]) -> Any:
         """Returns the output of the minibatch, from what this rank has of its microbatches."""
-        every: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, dict(returned))
+        every = of_all_ranks(dict(returned))
         of_number = {number: each for there in every for number, each in there.items()}
         sizes, parts = list(map(len, self.minibatch.calls)), self.minibatch.factors
         flat = [pytree.tree_flatten(of_number[number]) for number in range(len(sizes))]

@@ -16,7 +16,7 @@ def gather_tensors(model: nn.Module, own: Mapping[str, Tensor], device: torch.de
     """Brings all parameters and buffers of the model up to date, on all ranks, which all call this.
     `own`: those that this rank has up to date.
     """
-    names_of_ranks = _of_all_ranks(list(own))
+    names_of_ranks = of_all_ranks(list(own))
     owner = {
         name: rank for rank, names in reversed(list(enumerate(names_of_ranks))) for name in names
     }
@@ -40,12 +40,13 @@ def whole_state(optimizer: Any, own: Collection[Parameter] | None) -> dict[str, 
         for number, state in whole["state"].items()
         if trained is None or id(numbered[number]) in trained
     }
-    states = reversed(_of_all_ranks(here))
+    states = reversed(of_all_ranks(here))
     merged = {number: state for there in states for number, state in there.items()}
     return {**whole, "state": dict(sorted(merged.items()))}
 
 
-def _of_all_ranks(here: Any) -> list[Any]:
+def of_all_ranks(here: Any) -> list[Any]:
+    """Returns what each rank has, on all ranks, which all call this."""
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, here)
     return every

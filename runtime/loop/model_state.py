@@ -43,10 +43,8 @@ class _Look:
     def __call__(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         """What a capture depends on in one module, apart from those inside it."""
         yield path, (self._identity(module), type(module), self._hooks(module))
-        for name, parameter in module._parameters.items():
-            yield f"{path}.{name}", self._tensor(parameter)
-        for name, buffer in module._buffers.items():
-            yield f"{path}.{name}", self._tensor(buffer)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            yield f"{path}.{name}", self._tensor(tensor)
         for name, value in vars(module).items():
             if name not in _MODULES_OWN:
                 yield f"{path}.{name}", self._value(value)

@@ -85,17 +85,13 @@ class Clock:
 
     def common(self, own: float) -> float:
         """Returns `own`, a moment of `time.perf_counter` here, by rank 0's clock."""
-        return common(self.readings[0], self.readings[-1], own)
+        first, last = self.readings[0], self.readings[-1]
+        if last.own == first.own:
+            return own + first.offset
+        drift = (last.offset - first.offset) / (last.own - first.own)
+        return own + first.offset + drift * (own - first.own)
 
     @property
     def error(self) -> float:
         """Returns by how many seconds `common` may be wrong at a reading."""
         return max(reading.error for reading in self.readings)
-
-
-def common(first: Reading, last: Reading, own: float) -> float:
-    """Returns `own` by the other clock, whose offset drifts evenly from `first` to `last`."""
-    if last.own == first.own:
-        return own + first.offset
-    drift = (last.offset - first.offset) / (last.own - first.own)
-    return own + first.offset + drift * (own - first.own)

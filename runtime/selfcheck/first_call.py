@@ -11,6 +11,7 @@ from torch import Tensor
 from pipedream.capture.checks.equivalence import gradient_of
 from pipedream.capture.loss import Loss
 from pipedream.graph.errors import UserError
+from pipedream.runtime.loop.gathering import of_all_ranks
 from pipedream.runtime.loop.split_minibatch import SplitMinibatch
 from pipedream.runtime.loop.staged_model import StagedModel
 from pipedream.runtime.selfcheck.fingerprint import Fingerprint, fingerprint
@@ -18,12 +19,9 @@ from pipedream.runtime.selfcheck.reference import (
     Expected,
     Reference,
     buffer_on,
-    buffer_replicas,
-    has_room,
     loss_of,
     worst_of,
 )
-from pipedream.runtime.stages.partition import interfaces
 from pipedream.schedule.action import Worker
 
 
@@ -41,14 +39,13 @@ def expect(
 
 def _figures(staged: StagedModel, minibatch: SplitMinibatch, loss: Loss) -> Any:
     forms, captured = staged.forms, staged.captured
-    if forms.tolerance is None or not has_room(captured, forms.rng.device):
-        return None
     names = frozenset(name for name, _ in forms.model.named_buffers())
-    faces, replicas = interfaces(captured, forms.plan), forms.plan.replicas
-    replicas_of = buffer_replicas(captured, faces, replicas, names)
+    reference = Reference.of(captured, forms.plan, names, loss, forms.rng, forms.tolerance)
+    if reference is None:
+        return None
     captures = (forms.captures[call.kind] for call in minibatch.calls)
     numbered = dict(enumerate(zip(captures, minibatch.batches, strict=True)))
-    return Reference(loss, forms.rng, 1.0, replicas_of, forms.tolerance).round(numbered)
+    return reference.round(numbered)
 
 
 def compare(
@@ -72,8 +69,7 @@ def compare(
             figures[buffer_on(name, replica)] = fingerprint(buffer)
     for own in gradients:
         figures |= {gradient_of(name): fingerprint(each) for name, each in own.items()}
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, worst_of(expected, figures, f"rank {dist.get_rank()}"))
-    parts, message = max(ranks)
+    worst = worst_of(expected, figures, f"rank {dist.get_rank()}")
+    parts, message = max(of_all_ranks(worst))
     if parts > 1:
         raise UserError(message)

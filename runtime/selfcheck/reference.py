@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -29,11 +29,12 @@ from pipedream.capture.checks.rounding import RoundedOtherwise
 from pipedream.capture.loss import Loss
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.comm.memory import free_memory
+from pipedream.graph.plan import Plan
 from pipedream.graph.units import show_bytes
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.selfcheck.fingerprint import Fingerprint, apart, fingerprint
-from pipedream.runtime.stages.partition import StageInterface
-from pipedream.runtime.stages.randomness import MinibatchRng, operator_positions, seed_each
+from pipedream.runtime.stages.partition import interfaces
+from pipedream.runtime.stages.randomness import MinibatchRng, seed_each
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,21 @@ class Reference:
     replicas: Mapping[str, int]
     tolerance: Tolerance
     buffers: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        captured: Captured,
+        plan: Plan,
+        buffers: Set[str],
+        loss: Loss,
+        rng: MinibatchRng,
+        tolerance: Tolerance | None,
+        scale: float = 1.0,
+    ) -> Reference | None:
+        """Returns that of a model with these `buffers`; None without tolerance, or room for it."""
+        if tolerance is None or not has_room(captured, rng.device):
+            return None
+        return Reference(loss, rng, scale, buffer_replicas(captured, plan, buffers), tolerance)
 
     def round(self, minibatches: Mapping[int, tuple[Captured, Batch]]) -> dict[str, Expected]:
         """Returns the losses, mean gradients, and buffers afterwards, by name.
@@ -138,7 +154,7 @@ def _on_device(captures: Iterable[Captured], rng: MinibatchRng) -> Iterator[dict
                 where += [(each, each.device) for each in captured.module.parameters()]
                 piece = segment(captured, captured.working, keep=captured.outputs)
                 freeze_constants(piece.to(rng.device), captured.owner)
-                seed_each(piece, operator_positions(captured.module), rng)
+                seed_each(piece, captured.module, rng)
                 pieces[id(captured)] = piece
         yield pieces
     finally:
@@ -156,20 +172,16 @@ def _add_gradients(sums: dict[str, Tensor], loss: Tensor, piece: Segment) -> Non
             sums[name] = sums[name] + gradient if name in sums else gradient
 
 
-def buffer_replicas(
-    captured: Captured,
-    interfaces: Sequence[StageInterface],
-    replicas: Sequence[int],
-    buffers: Set[str],
-) -> dict[str, int]:
+def buffer_replicas(captured: Captured, plan: Plan, buffers: Set[str]) -> dict[str, int]:
     """Returns by the name of a buffer the replicas of the stage that has it."""
-    stage_of = {node: face.stage for face in interfaces for node in face.nodes}
+    faces = interfaces(captured, plan)
+    stage_of = {node: face.stage for face in faces for node in face.nodes}
     buffer_stage_replicas: dict[str, int] = {}
     for node in captured.module.graph.find_nodes(op="get_attr"):
         owners = (captured.owner.get(user.name) for user in node.users)
         stages = {stage_of[owner] for owner in owners if owner is not None}
         if stages and node.target in buffers:
-            buffer_stage_replicas[str(node.target)] = replicas[min(stages)]
+            buffer_stage_replicas[str(node.target)] = plan.replicas[min(stages)]
     return buffer_stage_replicas
 
 

@@ -36,12 +36,9 @@ from pipedream.runtime.selfcheck.reference import (
     Expected,
     Reference,
     buffer_on,
-    buffer_replicas,
-    has_room,
     loss_of,
     worst_of,
 )
-from pipedream.runtime.stages.partition import links
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
 
@@ -91,8 +88,7 @@ def _rounds(local: LocalModel) -> list[list[int]]:
 
 def _spec(local: LocalModel, minibatches: int) -> PipelineSpec:
     """Returns the pipeline of the run, with one update after so many minibatches."""
-    spec = local.job.spec(links(local.interfaces), local.tied)
-    spec = replace(spec, joint_norm=False, accumulate=1)
+    spec = replace(local.spec, joint_norm=False, accumulate=1)
     if local.job.policy.drains:
         return spec
     return replace(spec, name="flush", microbatches=minibatches, max_in_flight=None)
@@ -134,13 +130,10 @@ class _Batches:
 def _reference(local: LocalModel) -> Reference | None:
     """Returns the reference on rank 0, if it has room for that."""
     captures, job = local.captures, local.job
-    if captures is None or captures.tolerance is None or not has_room(captures.whole, local.device):
+    if captures is None:
         return None
-    replicas = buffer_replicas(
-        captures.whole, local.interfaces, job.plan.replicas, captures.buffers
-    )
-    scale = scale_of(job.config).value
-    return Reference(local.loss, local.rng, scale, replicas, captures.tolerance)
+    scale, known = scale_of(job.config).value, (captures.whole, job.plan, captures.buffers)
+    return Reference.of(*known, local.loss, local.rng, captures.tolerance, scale)
 
 
 def _expected(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -66,17 +65,17 @@ def operator_positions(captured: fx.GraphModule) -> dict[str, int]:
     return {path: position for position, path in enumerate(paths)}
 
 
-def seed_each(part: Segment, operator_positions: Mapping[str, int], rng: MinibatchRng) -> Segment:
+def seed_each(part: Segment, captured: fx.GraphModule, rng: MinibatchRng) -> None:
     """Puts a seed before every operator of the segment that draws random numbers, in place."""
+    positions = operator_positions(captured)
     for prefix, module in part.module.named_modules():
         if isinstance(module, fx.GraphModule):
             for node in [node for node in module.graph.nodes if is_draw(node)]:
-                position = operator_positions[_path(prefix, node)]
+                position = positions[_path(prefix, node)]
                 module.add_submodule(f"seed_{position}", SeedHook(rng, position))
                 with module.graph.inserting_before(node):
                     module.graph.call_module(f"seed_{position}")
             module.recompile()
-    return part
 
 
 def _path(prefix: str, node: fx.Node) -> str:

@@ -26,12 +26,7 @@ from pipedream.graph.plan import Plan, PlannedGraph
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.stages.crossings import Crossings, crossings
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
-from pipedream.runtime.stages.randomness import (
-    MinibatchRng,
-    SeedHook,
-    operator_positions,
-    seed_each,
-)
+from pipedream.runtime.stages.randomness import MinibatchRng, SeedHook, seed_each
 from pipedream.runtime.stages.stage_program import StageProgram
 
 Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
@@ -121,7 +116,7 @@ class StageModule:
             run = plain(piece)
         else:
             assert rng.device.type == precision.device.type
-            seed_each(piece, operator_positions(captured.module), rng)
+            seed_each(piece, captured.module, rng)
             run = make_compute(piece, precision, backend)
         program = StageProgram(piece, precision, backend, ends)
         outputs, out_spec = captured.outputs, captured.out_spec

@@ -63,7 +63,10 @@ class StageSharding:
         """Returns the passes of this device, for values of these names. Raises UserError for
         placements that cannot be met.
         """
-        leaving = self._output_placements(outputs, crossings)
+        leaving = {
+            str(number): crossings.sent.get(name, self.everywhere)  # else it crosses to no stage
+            for number, name in enumerate(outputs)
+        }
         summed = divisible(joint)
         graph = describe(summed)
         try:
@@ -80,15 +83,6 @@ class StageSharding:
             gradients=self._gradients(),
         )
         return localize(summed, assignment, self.device, self._move, boundary), assignment
-
-    def _output_placements(
-        self, outputs: Sequence[str], crossings: Crossings
-    ) -> dict[str, Placements]:
-        """Returns by number of an output how it crosses to another stage; whole if it does not."""
-        return {
-            str(number): crossings.sent.get(name, self.everywhere)
-            for number, name in enumerate(outputs)
-        }
 
     def _boundary_placements(
         self,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from pipedream.runtime.report import clock
-from pipedream.runtime.report.clock import Clock, Ping, Reading, common
+from pipedream.runtime.report.clock import Clock, Ping, Reading
 
 offsets = st.floats(-1e4, 1e4)
 ways = st.floats(1e-6, 1e-2)
@@ -40,9 +40,11 @@ def test_as_long_there_as_back_is_exact():
 
 def test_the_offset_drifts_evenly_between_two_readings():
     """A clock that goes 1 % too slow, 5 s behind when it is first read."""
-    first, last = Reading(100.0, 5.0, 0.0), Reading(200.0, 6.0, 0.0)
-    assert [common(first, last, own) for own in (100.0, 150.0, 200.0)] == [105.0, 155.5, 206.0]
-    assert common(first, first, 170.0) == 175.0
+    slow = Clock(HashStore(), 1, 2)
+    slow.readings = [Reading(100.0, 5.0, 0.0)]
+    assert slow.common(170.0) == 175.0
+    slow.readings.append(Reading(200.0, 6.0, 0.0))
+    assert [slow.common(own) for own in (100.0, 150.0, 200.0)] == [105.0, 155.5, 206.0]
 
 
 def test_ranks_whose_clocks_differ_agree_on_the_time(monkeypatch):
