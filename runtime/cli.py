@@ -251,10 +251,7 @@ def _job(
 
 
 def _to_evaluate(config: RunConfig, options: dict[str, Any]) -> RunConfig:
-    """Returns the config of a run that evaluates alone, through the pipeline where shapes allow it.
-
-    Raises UserError if training is asked for, too.
-    """
+    """Returns the config to evaluate with alone. Raises UserError if training is asked for, too."""
     others = ("resume", "export", "init", "save_every", "keep", "replan", "trace", "tensorboard")
     _refuse(others, options, "--evaluate-only trains nothing")
     if not options["evaluate"]:

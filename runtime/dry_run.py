@@ -27,9 +27,8 @@ from pipedream.runtime.local.captures import capture_all
 from pipedream.runtime.local.local_model import check_stages
 from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.local.resume import begin
-from pipedream.runtime.report.announcement import announcement
 from pipedream.runtime.report.metrics.writers import Writers
-from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.job import Job, announcement
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.runtime.stages.randomness import MinibatchRng
 

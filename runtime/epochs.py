@@ -50,14 +50,10 @@ def train_epochs(context: RankContext) -> Position | None:
     context.graceful_stop.end()
     context.saver.end()
     if stopped is not None:
-        _leave_together(context)
+        # Until rank 0 has saved: mpirun ends all ranks once one exits with a non-zero code.
+        broadcast(context.store, local.rank_info, "saved", True)  # however long it takes
+        context.transport.barrier()  # until then rank 0 keeps the store
     return stopped
-
-
-def _leave_together(context: RankContext) -> None:
-    """Waits until rank 0 has saved: mpirun ends all ranks once one exits with a non-zero code."""
-    broadcast(context.store, context.local.rank_info, "saved", True)  # however long it takes
-    context.transport.barrier()  # until then rank 0 keeps the store
 
 
 class _Training:

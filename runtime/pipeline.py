@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,6 @@ from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.selfcheck.first_call import compare, expect
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_forms import Call, CapturedStages
-from pipedream.schedule.action import StageLink
 from pipedream.schedule.schedule import Schedule
 
 Order = Literal["flush", "gpipe"]
@@ -117,7 +116,7 @@ class Pipeline:
         self.stages = [stage for stage, _ in self.workers]
         self.agreement = Agreement(model, self.device)
         self.staged = lru_cache(_STATES)(self._stage)
-        self.wired = cache(self._wire)
+        self.wired: dict[Hashable, Wiring] = {}
         self.now: StagedModel | None = None
 
     def _join(self, wanted: str) -> int:
@@ -151,12 +150,11 @@ class Pipeline:
 
     def _wiring(self, staged: StagedModel) -> Wiring:
         """Made once for all states of the model whose stages exchange and hold the same."""
-        return self.wired(staged.spec.links, tuple(staged.tied.items()))
-
-    def _wire(
-        self, links: Sequence[StageLink], tied: Sequence[tuple[str, Sequence[int]]]
-    ) -> Wiring:
-        return Wiring.of(self.plan, links, dict(tied), self.rng, self.backend)
+        links, tied = staged.spec.links, staged.tied
+        key = links, tuple(tied.items())
+        if key not in self.wired:
+            self.wired[key] = Wiring.of(self.plan, links, tied, self.rng, self.backend)
+        return self.wired[key]
 
     def __call__(
         self, *args: Any, target: Any = None, weights: Tensor | None = None, **kwargs: Any
@@ -222,9 +220,7 @@ class Pipeline:
             return SplitMinibatch.of(calls, target, weights, self.microbatches, self.device)
 
     def _staged_for(self, minibatch: SplitMinibatch, what: str) -> StagedModel:
-        """Returns the stages for each microbatch, of the model as it is now. Raises UserError
-        unless all ranks have the same.
-        """
+        """Returns the model as it is now. Raises UserError unless all ranks have the same."""
         with torch.inference_mode(False), torch.enable_grad():
             staged = self.now = self.staged(ModelState.of(self.model))
             for call in minibatch.calls:

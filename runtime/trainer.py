@@ -22,8 +22,7 @@ from pipedream.runtime.epochs import train_epochs
 from pipedream.runtime.held_out import EvaluationContext, evaluate_only
 from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.rank_context import RankContext
-from pipedream.runtime.report.announcement import announcement
-from pipedream.runtime.run.job import CHECKPOINTS, Job
+from pipedream.runtime.run.job import CHECKPOINTS, Job, announcement
 from pipedream.runtime.run_end import finish
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 from pipedream.runtime.supervise.replan import replanned

@@ -152,7 +152,7 @@ class LocalStage:
             self.parameters,
             self.job.config,
             LearningRate(self.job.config.scheduler, self.optimizer, self.job.directory),
-            counted if self.replica == 0 or not together else (),
+            frozenset(counted) if self.replica == 0 or not together else (),
             team_sum,
         )
 

@@ -42,7 +42,9 @@ class _Look:
 
     def __call__(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         """What a capture depends on in one module, apart from those inside it."""
-        yield path, (self._identity(module), type(module), self._hooks(module))
+        hooks = (hook for name in _HOOKS for hook in vars(module)[name].values())
+        known = tuple(self._identity(hook) for hook in hooks)
+        yield path, (self._identity(module), type(module), known)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             yield f"{path}.{name}", self._tensor(tensor)
         for name, value in vars(module).items():
@@ -52,10 +54,6 @@ class _Look:
     def _identity(self, thing: Any) -> int:
         self.kept[id(thing)] = thing
         return id(thing)
-
-    def _hooks(self, module: nn.Module) -> tuple[int, ...]:
-        hooks = (hook for name in _HOOKS for hook in vars(module)[name].values())
-        return tuple(self._identity(hook) for hook in hooks)
 
     def _tensor(self, tensor: Tensor | None) -> Any:
         if tensor is None:

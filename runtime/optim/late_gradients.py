@@ -96,11 +96,8 @@ def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
             )
     if name == "SGD":
         return args | {"momentum": momentum, "nesterov": True}
-    return _nadam(args, momentum, name == "AdamW")
-
-
-def _nadam(args: dict[str, Any], momentum: float, decoupled: bool) -> dict[str, Any]:
-    """Defaults are those of the optimizer that was named, not of NAdam."""
+    # Defaults are those of the optimizer that was named, not of NAdam.
+    decoupled = name == "AdamW"
     kept = {name: value for name, value in args.items() if name not in ("amsgrad", "fused")}
     whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | kept
     _, *rest = kept.get("betas", (0.9, 0.999))

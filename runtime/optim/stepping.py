@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ def scale_of(config: RunConfig) -> Scale:
     return Scale(config.autocast == "float16", config.loss_scale)
 
 
+@dataclass(eq=False)
 class StageStepping:
     """The steps of one stage's optimizer.
 
@@ -82,18 +84,13 @@ class StageStepping:
     `skipped`: how many updates were left out.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameters: Mapping[str, nn.Parameter],
-        config: RunConfig,
-        rate: LearningRate,
-        counted: Collection[str],
-        team_sum: Callable[[Tensor], None] = lambda _: None,
-    ) -> None:
-        self.optimizer, self.parameters, self.config = optimizer, parameters, config
-        self.rate, self.counted = rate, frozenset(counted)
-        self.team_sum, self.skipped = team_sum, 0
+    optimizer: Optimizer
+    parameters: Mapping[str, nn.Parameter]
+    config: RunConfig
+    rate: LearningRate
+    counted: Collection[str]
+    team_sum: Callable[[Tensor], None] = lambda _: None
+    skipped: int = 0
 
     def add_squares(self, gradients: Mapping[str, Tensor], total: Tensor) -> None:
         """Adds the squares of the gradients that count to `total`, in place."""
@@ -108,18 +105,15 @@ class StageStepping:
         out. The learning rate scheduler counts it as `updates`.
         """
         if math.isfinite(norm):
-            self._clip(gradients, norm)
+            most = self.config.clip_norm
+            if most is not None and norm > most and gradients:
+                # As torch.nn.utils.clip_grad_norm_ does it.
+                torch._foreach_mul_(list(gradients.values()), most / (norm + 1e-6))
             self._step()
         else:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.rate.advance("update", updates)
-
-    def _clip(self, gradients: Mapping[str, Tensor], norm: float) -> None:
-        most = self.config.clip_norm
-        if most is not None and norm > most and gradients:
-            # As torch.nn.utils.clip_grad_norm_ does it.
-            torch._foreach_mul_(list(gradients.values()), most / (norm + 1e-6))
 
     def _step(self) -> None:
         try:

@@ -99,14 +99,12 @@ class Reference:
             with RoundedOtherwise():
                 others = self._figures(minibatches)
             self.buffers = after
-        return {
-            what: Expected(fingerprint(figure), self._most(what, figure, others.get(what)))
-            for what, figure in figures.items()
-        }
-
-    def _most(self, what: str, figure: Tensor, rounded: Tensor | None) -> float:
-        in_a_pass = re.split(" of (?:minibatch|replica) ", what)[0]
-        return self.tolerance.most(in_a_pass, figure, rounded)
+        expected = {}
+        for what, figure in figures.items():
+            in_a_pass = re.split(" of (?:minibatch|replica) ", what)[0]
+            most = self.tolerance.most(in_a_pass, figure, others.get(what))
+            expected[what] = Expected(fingerprint(figure), most)
+        return expected
 
     def _figures(self, minibatches: Mapping[int, tuple[Captured, Batch]]) -> dict[str, Tensor]:
         losses: dict[str, Tensor] = {}

@@ -31,27 +31,22 @@ class NamedProgram:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class StageProgram:
     """Runs `piece` as programs, under the settings of its module: its `precision` and
     torch.compile's `backend`. All inputs of the piece have the same shapes each time. With
     `sharding` they are the programs of one device of a mesh, and with `loss` they then end in it.
     """
 
+    piece: Segment
+    precision: Precision
+    backend: str | None
+    crossings: Crossings
     sharding: StageSharding | None = None
     loss: LossEnd | None = None
-
-    def __init__(
-        self,
-        piece: Segment,
-        precision: Precision,
-        backend: str | None,
-        crossings: Crossings,
-    ) -> None:
-        self.piece, self.precision, self.backend = piece, precision, backend
-        self.crossings = crossings
-        self.named: NamedProgram | None = None
-        self.obstacle: str | None = None
-        self.ending: dict[Hashable, NamedProgram | None] = {}
+    named: NamedProgram | None = None
+    obstacle: str | None = None
+    ending: dict[Hashable, NamedProgram | None] = field(default_factory=dict)
 
     def of(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]

@@ -98,20 +98,15 @@ class GracefulStop:
 
     def _attend(self) -> None:
         try:
-            if self._is_asked():
-                progress = self._collect(self._hold())
-                chosen = stopping_position(progress, self.policy)
-                at = broadcast(self.store, self.rank_info, "stop/at", astuple(chosen))
-                self._go_on(Position(*at))
+            while not self._hears():
+                if self.ended.wait(_SECONDS_BETWEEN_LOOKS):
+                    return
+            progress = self._collect(self._hold())
+            chosen = stopping_position(progress, self.policy)
+            at = broadcast(self.store, self.rank_info, "stop/at", astuple(chosen))
+            self._go_on(Position(*at))
         except RuntimeError:  # the store is gone: who waits for a message will say so
             self._go_on(None)
-
-    def _is_asked(self) -> bool:
-        """Waits until a stop is requested; False if none was before the end."""
-        while not self._hears():
-            if self.ended.wait(_SECONDS_BETWEEN_LOOKS):
-                return False
-        return True
 
     def _hears(self) -> bool:
         if self.launcher_asks is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ class WeightsAndBiases(MetricsWriter):
         self.run.finish(exit_code=int(summary is None))
 
 
+@dataclass(eq=False)
 class MLflow(MetricsWriter):
     """A run of MLflow, in the `experiment`, at the `tracking_uri`. [default: MLflow's own]
 
@@ -93,14 +95,10 @@ class MLflow(MetricsWriter):
     (https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html).
     """
 
-    def __init__(
-        self,
-        tracking_uri: str | None = None,
-        experiment: str = "Default",
-        run_name: str | None = None,
-    ) -> None:
-        self.tracking_uri, self.experiment, self.run_name = tracking_uri, experiment, run_name
-        self.waiting: list[Any] = []
+    tracking_uri: str | None = None
+    experiment: str = "Default"
+    run_name: str | None = None
+    waiting: list[Any] = field(default_factory=list, init=False)
 
     def begin(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         # Its client knows no active run, which would be of one thread alone.

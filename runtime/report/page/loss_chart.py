@@ -72,7 +72,8 @@ def loss_chart(run: Path, minibatches: int) -> LossChart | None:
     losses = list(_losses(run / "metrics.jsonl", minibatches))
     if len(losses) < 2:
         return None
-    buckets = _buckets(losses)
+    size = -(-len(losses) // _MOST_POINTS)
+    buckets = [losses[first : first + size] for first in range(0, len(losses), size)]
     means = [(fmean(x for x, _ in bucket), fmean(y for _, y in bucket)) for bucket in buckets]
     tried = [(each["epoch"], each["held_out_loss"]) for each in held_out_lines(run)]
     held_out = [point for point in tried if math.isfinite(point[1])]
@@ -104,11 +105,6 @@ def _losses(path: Path, minibatches: int) -> Iterator[tuple[float, float]]:
         for each in map(json.loads, file):
             if math.isfinite(each["loss"]):
                 yield each["epoch"] - 1 + (each["minibatch"] + 1) / minibatches, each["loss"]
-
-
-def _buckets(losses: Points) -> list[Points]:
-    size = -(-len(losses) // _MOST_POINTS)
-    return [losses[first : first + size] for first in range(0, len(losses), size)]
 
 
 def _band(buckets: Sequence[Points]) -> Points:

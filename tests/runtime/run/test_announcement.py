@@ -11,8 +11,7 @@ from plans import make_plan
 
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
-from pipedream.runtime.report.announcement import announcement
-from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.job import Job, announcement
 
 
 def job(schedule: str, replicas: tuple[int, ...] = (1, 1, 1), **more: Any) -> Job:
