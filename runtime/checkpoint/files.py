@@ -191,8 +191,7 @@ def remove_unfinished(folder: Path) -> None:
 
 def latest(folder: Path) -> Path | None:
     """Returns the checkpoint in `folder` that is furthest on, if there is any."""
-    whole = _whole(folder)
-    return whole[-1] if whole else None
+    return next(reversed(_whole(folder)), None)
 
 
 def read_state(path: Path) -> State:

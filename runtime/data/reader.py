@@ -58,17 +58,14 @@ class Batch:
         return Batch(model_inputs(inputs, target, config.loss), target)
 
     def to(self, device: torch.device) -> Batch:
-        moved = pytree.tree_map_only(
-            Tensor, lambda tensor: tensor.to(device), (self.inputs, self.target)
-        )
-        return Batch(*moved)
+        return self._each(lambda tensor: tensor.to(device))
 
     def first(self, count: int) -> Batch:
         """Returns the first `count` of the examples."""
-        inputs, target = pytree.tree_map_only(
-            Tensor, lambda tensor: tensor[:count].clone(), (self.inputs, self.target)
-        )
-        return Batch(inputs, target)
+        return self._each(lambda tensor: tensor[:count].clone())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(*pytree.tree_map_only(Tensor, change, (self.inputs, self.target)))
 
     @property
     def kind(self) -> str:
@@ -250,9 +247,9 @@ class _Ahead:
     asked for.
     """
 
-    def __init__(self, listed: _Listed, ahead: int = 2) -> None:
+    def __init__(self, listed: _Listed) -> None:
         self.listed = listed
-        self.queue: Queue[Batch | BaseException] = Queue(ahead)
+        self.queue: Queue[Batch | BaseException] = Queue(2)
         self.ended = threading.Event()
 
     def batches(self) -> Iterator[Batch | BaseException]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -29,8 +29,8 @@ from pipedream.runtime.stages.stage_module import capture_rest
 
 @dataclass(frozen=True)
 class Captures:
-    """The model as captured. `whole`: for full minibatches; `rest`: of a smaller last one of an
-    epoch, number `last`.
+    """The model as captured. `whole`: for full minibatches; `smaller`: for the last one of an
+    epoch, by its number, if that has fewer examples.
 
     `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
     `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out
@@ -41,8 +41,7 @@ class Captures:
     """
 
     whole: Captured
-    rest: Captured | None
-    last: int | None
+    smaller: Mapping[int, Captured]
     parameters: Sequence[str]
     persistent: Set[str]
     buffers: Set[str]
@@ -67,8 +66,7 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
         tolerance = _check(job, model, whole, first)
     return Captures(
         whole,
-        rest,
-        examples.sizes.last,
+        {} if rest is None or examples.sizes.last is None else {examples.sizes.last: rest},
         [name for name, _ in model.named_parameters()],
         frozenset(model.state_dict()),
         frozenset(name for name, _ in model.named_buffers()),

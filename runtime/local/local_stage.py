@@ -65,13 +65,10 @@ class LocalStage:
         self.module = whole.piece.module
         ending = loss if self.stage == len(job.plan.stages) - 1 else None
         self.sharding = self._divide(whole, captures, mesh_device, ending)
-        others = {}
-        if captures.rest is not None:
-            assert captures.last is not None
-            rest = self._stage_module(captures.rest)
-            rest.join_mesh(whole)
-            rest.share(whole, captures.buffers)
-            others[captures.last] = rest
+        others = {n: self._stage_module(smaller) for n, smaller in captures.smaller.items()}
+        for other in others.values():
+            other.join_mesh(whole)
+            other.share(whole, captures.buffers)
         if forms is not None:
             forms.originals[self.stage] = whole
         self.stage_modules = StageForms(whole, others, forms)

@@ -93,9 +93,7 @@ class MinibatchEvaluation:
 
 
 def _joined(leaves: Sequence[Any], sizes: Sequence[int], parts: Sequence[float]) -> Any:
-    """Returns the leaf of the whole. `sizes`: the examples of each microbatch; `parts`: how much
-    each counts in a scalar, such as a loss.
-    """
+    """Returns the leaf of the whole. `parts`: how much each microbatch counts in a scalar."""
     if not isinstance(leaves[0], Tensor):
         return leaves[0]
     if all(leaf.dim() == 0 for leaf in leaves):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.run_config import GroupConfig, OptimizerConfig
+from pipedream.graph.run_config import OptimizerConfig
 
 _UNFIT = {
     "LBFGS": (
@@ -241,15 +241,12 @@ def groups(config: OptimizerConfig, names: Iterable[str]) -> list[ParameterGroup
             raise UserError(
                 f"{option}: the groups before it have all that it matches: move it before them"
             )
-        parameter_groups.append(ParameterGroup(option, _optimizer(config, group), frozenset(own)))
+        optimizer = OptimizerConfig(name=config.name, args=config.args | group.args)
+        if group.name is not None:
+            optimizer = OptimizerConfig(name=group.name, args=group.args)
+        parameter_groups.append(ParameterGroup(option, optimizer, frozenset(own)))
         left = [name for name in left if name not in parameter_groups[-1].members]
     if left or not parameter_groups:
         rest = OptimizerConfig(name=config.name, args=config.args)
         parameter_groups.append(ParameterGroup("optimizer", rest, frozenset(left)))
     return parameter_groups
-
-
-def _optimizer(config: OptimizerConfig, group: GroupConfig) -> OptimizerConfig:
-    if group.name is not None:
-        return OptimizerConfig(name=group.name, args=group.args)
-    return OptimizerConfig(name=config.name, args=config.args | group.args)

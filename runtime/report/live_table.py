@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,6 +39,7 @@ SECONDS_BETWEEN_LINES = 30.0
 _STUCK_SECONDS = 2.0
 
 
+@dataclass(eq=False)
 class Display:
     """The table by rank, the progress bar and metrics.jsonl of rank 0. A context manager.
 
@@ -46,21 +48,17 @@ class Display:
     writes to a terminal itself is gone when the table is next drawn.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        sizes: Sizes,
-        minibatches: int,
-        assignment: RankAssignment,
-        writers: Writers,
-        first: Position,
-        learning_rates: Callable[[], Sequence[float]],
-        stopping: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.path, self.sizes, self.first = path, sizes, first
-        self.stopping, self.told_stopping = stopping, False
-        self.workers, self.writers = workers_by_rank(assignment), writers
-        self.learning_rates = learning_rates
+    path: Path
+    sizes: Sizes
+    minibatches: int
+    assignment: RankAssignment
+    writers: Writers
+    first: Position
+    learning_rates: Callable[[], Sequence[float]]
+    stopping: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self.workers, self.told_stopping = workers_by_rank(self.assignment), False
         self.console = Console(stderr=True)
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -71,14 +69,14 @@ class Display:
             TimeRemainingColumn(),
         )
         self.task = self.progress.add_task(
-            "training", total=minibatches, loss=float("nan"), rate=0.0
+            "training", total=self.minibatches, loss=float("nan"), rate=0.0
         )
         self.live = Live(self.progress, console=self.console, refresh_per_second=2)
         self.begin = self.epoch_begin = self.line_printed = self.asked = time.perf_counter()
         self.done = self.samples = 0
         self.last_loss: float | None = None
         self.loss_sum, self.losses = 0.0, 0
-        self.recorded = first
+        self.recorded = self.first
         self.failure: UserError | None = None
         self.statuses: Mapping[int, Status] = {}
 

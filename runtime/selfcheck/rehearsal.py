@@ -144,13 +144,10 @@ def _expected(
     if captures is None or reference is None:
         return None
     local.rng.epoch = 0
-    last = {captures.last: captures.rest} if captures.rest is not None else {}
-    figures = reference.round(
-        {
-            number: (last.get(number, captures.whole), batches.peek(number))
-            for number in batches.numbers
-        }
-    )
+    model_of = [captures.smaller.get(number, captures.whole) for number in batches.numbers]
+    read = map(batches.peek, batches.numbers)
+    pairs = zip(model_of, read, strict=True)
+    figures = reference.round(dict(zip(batches.numbers, pairs, strict=True)))
     return {name: astuple(figure) for name, figure in figures.items()}
 
 

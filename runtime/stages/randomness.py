@@ -54,7 +54,7 @@ class SeedHook(nn.Module):
             self.rng.seed_operator(self.position)
 
 
-def operator_positions(captured: fx.GraphModule) -> dict[str, int]:
+def _operator_positions(captured: fx.GraphModule) -> dict[str, int]:
     """Returns the position of each operator of the captured model and its subgraphs, by path."""
     paths = (
         _path(prefix, node)
@@ -67,7 +67,7 @@ def operator_positions(captured: fx.GraphModule) -> dict[str, int]:
 
 def seed_each(part: Segment, captured: fx.GraphModule, rng: MinibatchRng) -> None:
     """Puts a seed before every operator of the segment that draws random numbers, in place."""
-    positions = operator_positions(captured)
+    positions = _operator_positions(captured)
     for prefix, module in part.module.named_modules():
         if isinstance(module, fx.GraphModule):
             for node in [node for node in module.graph.nodes if is_draw(node)]:

@@ -39,11 +39,6 @@ class Bar(NamedTuple):
     parts: list[BarPart]
 
 
-def measured_timeline(run: FinishedRun) -> str | None:
-    """Returns the picture of the run; None if there is none."""
-    return _data_uri(run.job.run / TIMELINE)
-
-
 def expected_timeline(run: FinishedRun) -> str | None:
     """Returns the picture beside the plan; None if there is none, or it is of an earlier plan.
 
@@ -55,11 +50,13 @@ def expected_timeline(run: FinishedRun) -> str | None:
     picture = folder / TIMELINE
     if picture.stat().st_mtime < (folder / "plan.json").stat().st_mtime:
         return None
-    return _data_uri(picture)
+    return data_uri(picture)
 
 
-def _data_uri(picture: Path) -> str | None:
-    """Returns the picture with few colours, a third of the bytes; None if it is still large."""
+def data_uri(picture: Path) -> str | None:
+    """Returns the picture with few colours, a third of the bytes; None without one, or if it is
+    still large.
+    """
     if not picture.is_file():
         return None
     from PIL import Image

@@ -58,14 +58,14 @@ def _parts(run: FinishedRun) -> dict[str, Any]:
     }
     graph = _attempt("graph", run.planned_graph)
     makers: dict[str, Callable[[], Any]] = {
-        "figures": lambda: tables.headline(run),
+        "figures": lambda: list(tables.headline(run)),
         "notes": lambda: tables.notes(run),
         "differences": lambda: tables.differences(run),
         "advice": lambda: " ".join(run.advice),
         "stages": lambda: tables.stages(run, names, graph),
         "layers": lambda: tables.layers(run, names, graph),
         "expected_timeline": lambda: pictures.expected_timeline(run),
-        "measured_timeline": lambda: pictures.measured_timeline(run),
+        "measured_timeline": lambda: pictures.data_uri(job.run / pictures.TIMELINE),
         "bars": lambda: pictures.bars(run) if run.spent.seconds else None,
         "ranks_time": lambda: tables.ranks_time(run),
         "ranks_memory": lambda: tables.ranks_memory(run),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -54,35 +54,26 @@ class Table:
 # The run as a whole
 
 
-def headline(run: FinishedRun) -> list[Figure]:
-    """Returns the main figures, those that pd-train prints at the end among them."""
+def headline(run: FinishedRun) -> Iterator[Figure]:
+    """Yields the main figures, those that pd-train prints at the end among them."""
     summary = run.summary
-    figures = [*_speed(run), *_bubble(run), *_memory(run)]
-    if summary["final_loss"] is not None:
-        figures.append(Figure("final loss", f"{summary['final_loss']:.4f}"))
-    return [*figures, *(Figure(*each) for each in held_out_figures(summary).items())]
-
-
-def _speed(run: FinishedRun) -> Iterable[Figure]:
-    measured, expected = run.summary["seconds_per_minibatch"], expected_seconds(run.summary)
+    measured, expected = summary["seconds_per_minibatch"], expected_seconds(summary)
     if measured:  # else there was nothing left to train
         beside = f"expected {show_seconds(expected)}" if expected and run.job.as_planned else ""
         yield Figure("time per minibatch", show_seconds(measured), beside)
         steady = "in the steady state" * run.spent.steady
-        yield Figure("samples per second", f"{run.summary['samples_per_second']:.0f}", steady)
-
-
-def _bubble(run: FinishedRun) -> Iterable[Figure]:
-    if run.summary["bubble"] is not None:
-        simulated = run.summary["simulated_bubble"]
+        yield Figure("samples per second", f"{summary['samples_per_second']:.0f}", steady)
+    if summary["bubble"] is not None:
+        simulated = summary["simulated_bubble"]
         beside = "" if simulated is None else f"simulated {simulated:.1%}"
-        yield Figure("bubble", f"{run.summary['bubble']:.1%}", beside)
-
-
-def _memory(run: FinishedRun) -> Iterable[Figure]:
-    peak, of_rank = peak_memory(run.summary)
+        yield Figure("bubble", f"{summary['bubble']:.1%}", beside)
+    peak, of_rank = peak_memory(summary)
     if peak:
         yield Figure("peak memory", show_bytes(peak), of_rank)
+    if summary["final_loss"] is not None:
+        yield Figure("final loss", f"{summary['final_loss']:.4f}")
+    for name, value in held_out_figures(summary).items():
+        yield Figure(name, value)
 
 
 def notes(run: FinishedRun) -> list[str]:
