@@ -48,7 +48,7 @@ def dry_run(job: Job) -> Iterator[str]:
     held = tied(captures.whole, of_stages)
     check_stages(job, job.spec(links(of_stages), held), held, examples.minibatches)
     rng = MinibatchRng(job.config.seed, device)
-    stages = [LocalStage(job, (own.stage, 0), captures, own, rng) for own in of_stages]
+    stages = [LocalStage(job, (own.stage, 0), captures, own, rng, {}) for own in of_stages]
     sizes = (sum(p.nbytes for p in stage.parameters.values()) for stage in stages)
     amounts = ", ".join(map(show_bytes, sizes))
     yield f"model     {job.config.model.source} as it was planned; parameters by stage {amounts}"

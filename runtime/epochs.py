@@ -17,12 +17,7 @@ from pipedream.runtime.held_out import evaluate_if_due
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.run.action_stream import ActionStream
-from pipedream.runtime.run.training_segment import (
-    Position,
-    TrainingSegment,
-    shifted,
-    training_segments,
-)
+from pipedream.runtime.run.training_segment import Position, TrainingSegment, training_segments
 from pipedream.runtime.supervise.status import Status, current_status, publishing_status
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind
 
@@ -38,9 +33,8 @@ def train_epochs(context: RankContext) -> Position | None:
         evaluate_if_due(context, first.epoch)
     for epoch in range(first.epoch, local.job.epochs):
         begin = first.minibatch if epoch == first.epoch else 0
-        ahead = list(
-            training_segments(local.examples.minibatches, local.job.segment_minibatches, begin)
-        )
+        minibatches, most = local.examples.minibatches, local.job.segment_minibatches
+        ahead = list(training_segments(minibatches, most, begin))
         stopped = _Training(context, epoch, ahead).run()
         if stopped is not None:
             break
@@ -112,7 +106,9 @@ class _Training:
         return None
 
     def _stream(self, segment: TrainingSegment) -> ActionStream:
-        actions = shifted(self.local.actions(len(segment)), segment.begin)
+        actions, begin = self.local.actions(len(segment)), segment.begin
+        if begin:
+            actions = [each._replace(minibatch=each.minibatch + begin) for each in actions]
         return ActionStream(segment, actions, self._delays(segment))
 
     def _engine(self) -> Engine:

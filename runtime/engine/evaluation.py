@@ -112,9 +112,7 @@ def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> 
     if first.kind != kind:
         return f"its inputs are {first.kind}, those of the training set {kind}"
     difference = first_difference(plan.graph, captured.graph)
-    if difference is not None:
-        return f"in eval mode the model has another structure: {difference}"
-    return None
+    return difference and f"in eval mode the model has another structure: {difference}"
 
 
 @dataclass

@@ -59,8 +59,8 @@ class LocalModel:
                 captures,
                 self.interfaces[worker[0]],
                 self.rng,
-                forms,
                 self.tied,
+                forms,
                 job.plan.rank_assignment[worker[0]][worker[1]].ranks.index(self.rank_info.rank),
                 self.loss,
             )

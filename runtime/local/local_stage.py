@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -30,8 +29,6 @@ from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Worker
 
-_NOT_TIED: Mapping[str, Sequence[int]] = MappingProxyType({})
-
 
 class LocalStage:
     """One replica of one stage: its modules, parameters and optimizer.
@@ -48,8 +45,8 @@ class LocalStage:
         captures: Captures,
         interface: StageInterface,
         rng: MinibatchRng,
+        tied: Mapping[str, Sequence[int]],
         forms: CapturedStages | None = None,
-        tied: Mapping[str, Sequence[int]] = _NOT_TIED,
         mesh_device: int = 0,
         loss: Loss | None = None,
     ) -> None:

@@ -59,7 +59,7 @@ _FORMS = {"SGD": "SGD", "Adam": "NAdam", "AdamW": "NAdam"}
 def nesterov_form(config: OptimizerConfig, momentum: float) -> OptimizerConfig:
     """Returns the Nesterov form of this optimizer. Raises UserError if there is none.
 
-    The form of SGD steps at `nesterov_factor` times its rate.
+    The form of SGD steps at 1 - m times its rate: see `rate_factor`.
     """
     if config.name not in _FORMS:
         raise UserError(
@@ -80,11 +80,6 @@ def nesterov_form(config: OptimizerConfig, momentum: float) -> OptimizerConfig:
         args=_form(config.name, config.args, momentum),
         groups=tuple(groups),
     )
-
-
-def nesterov_factor(config: OptimizerConfig, momentum: float) -> float:
-    """Returns the factor of the Nesterov form's rate: NAdam's step includes its 1 - m."""
-    return 1 - momentum if _FORMS[config.name] == "SGD" else 1.0
 
 
 def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
@@ -113,8 +108,8 @@ def slowing(delay: int, update: int, updates: int) -> float:
 def rate_factor(config: RunConfig, delay: int, update: int) -> float:
     """Returns the factor of the learning rate at update `update` of a stage with this delay."""
     wanted, factor = config.asynchronous, 1.0
-    if wanted.nesterov is not None:
-        factor *= nesterov_factor(config.optimizer, wanted.nesterov)
+    if wanted.nesterov is not None and config.optimizer.name == "SGD":
+        factor *= 1 - wanted.nesterov  # NAdam's step includes it
     if wanted.rate_correction is not None:
         factor /= slowing(delay, update, wanted.rate_correction)
     return factor

@@ -355,12 +355,15 @@ def announcement(job: Job, minibatches: int) -> str:
     examples of each, late gradients.
     """
     policy, config = job.policy, job.config
-    sizes = [policy.round_size(stage) for stage in range(len(job.plan.replicas))]
+    stages = range(len(job.plan.replicas))
+    sizes = [policy.round_size(stage) for stage in stages]
     sizes = sizes[:1] if len(set(sizes)) == 1 else sizes
     updates = ", ".join(str(-(-minibatches // size)) for size in sizes)
     examples = ", ".join(str(size * config.batch_size) for size in sizes)
     counts = f"{updates} updates an epoch, each of {examples} examples"
-    late = _latest(job, minibatches)
+    enough = SteadySpan.for_simulation(policy).minibatches
+    schedule = Schedule(job.spec(), min(minibatches, enough))
+    late = [max(schedule.delays(stage).values(), default=0) for stage in stages]
     lateness = "no gradient is late"
     if any(late):
         lateness = f"gradients are up to {', '.join(map(str, late))} updates late"
@@ -371,11 +374,3 @@ def announcement(job: Job, minibatches: int) -> str:
         clipped = f"; clip_norm is of {of}"
     order = "" if job.order == DEFAULT_ORDER else f" in order {job.order}"
     return f"{job.schedule}{order}: {counts}; {lateness}{clipped}"
-
-
-def _latest(job: Job, minibatches: int) -> list[int]:
-    """Returns by stage how many updates at most lie between a gradient and its use."""
-    enough = SteadySpan.for_simulation(job.policy).minibatches
-    schedule = Schedule(job.spec(), min(minibatches, enough))
-    stages = range(len(job.plan.replicas))
-    return [max(schedule.delays(stage).values(), default=0) for stage in stages]

@@ -13,7 +13,6 @@ from dataclasses import astuple, dataclass
 from math import lcm
 from typing import Any
 
-from pipedream.schedule.action import Action
 from pipedream.schedule.policy import Policy
 
 _NAME = re.compile(r"epoch-(\d{4,})(?:-(\d{6,}))?")
@@ -111,10 +110,3 @@ def whole_updates(every: int, policy: Policy) -> int:
     sizes = (policy.round_size(stage) for stage in range(len(policy.spec.replicas)))
     unit = lcm(*sizes, *policy.spec.replicas)
     return -(-every // unit) * unit
-
-
-def shifted(actions: Sequence[Action], begin: int) -> Sequence[Action]:
-    """Returns the actions of a segment with the numbers that its minibatches have in the epoch."""
-    if not begin:
-        return actions
-    return [action._replace(minibatch=action.minibatch + begin) for action in actions]

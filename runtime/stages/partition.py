@@ -112,9 +112,8 @@ def tied(captured: Captured, interfaces: Sequence[StageInterface]) -> dict[str, 
                 parameter = captured.module.get_parameter(name)
                 if not parameter.requires_grad:
                     continue
-                holders.setdefault(first.setdefault(id(parameter), name), {})[interface.stage] = (
-                    None
-                )
+                known = first.setdefault(id(parameter), name)
+                holders.setdefault(known, {})[interface.stage] = None
     return {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
 

@@ -59,10 +59,8 @@ class Call:
             )
         (size,) = sizes
         each = -(-size // parts)
-        return [self.part(slice(i, i + each)) for i in range(0, size, each)]
-
-    def part(self, which: slice) -> Call:
-        return Call(*part_of((self.args, self.kwargs), which))
+        slices = [slice(i, i + each) for i in range(0, size, each)]
+        return [Call(*part_of((self.args, self.kwargs), which)) for which in slices]
 
 
 def part_of(tree: Any, which: slice) -> Any:
