@@ -1,4 +1,4 @@
-"""The gradients of a stage, added up during the backward pass, and the processes that do it.
+"""The gradients of a stage, added up during the backward pass.
 
 As in torch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3): parameters are in
 buckets in reverse order, which is about the order in which their gradients come, and a full bucket
@@ -10,20 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.teams import TeamGroups, make_team_groups
-from pipedream.comm.tied_sums import TiedSums
-from pipedream.comm.transport import Sum, Transport, connect_several
-from pipedream.graph.placements.placement import Mesh
-from pipedream.graph.plan import RankAssignment
+from pipedream.comm.transport import Sum, Transport
 from pipedream.schedule.overlap import BUCKET_BYTES
-
-_NO_MESHES: Mapping[int, Mesh] = MappingProxyType({})
 
 
 @dataclass
@@ -159,50 +152,3 @@ def _flat(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     first = parameters[names[0]]
     size = sum(parameters[name].numel() for name in names) + len(names)
     return torch.zeros(size, dtype=first.dtype, device=first.device)
-
-
-@dataclass(frozen=True)
-class StageGroups:
-    """Says who adds up gradients: the replicas of a stage, if several; of the parameters that are
-    `tied` to those of other stages, which `sums` has, all that hold them. `team`: if the stage has
-    a mesh; then the `replicas` are those of this rank's device.
-    """
-
-    replicas: dist.ProcessGroup | None
-    tied: frozenset[str] = frozenset()
-    sums: TiedSums | None = None
-    team: TeamGroups | None = None
-
-    def adding_up(self, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Returns the group that adds up what is partial on these axes; None for one rank."""
-        return self.replicas if self.team is None else self.team.sums[axes]
-
-
-def make_groups(
-    assignment: RankAssignment,
-    tied: Mapping[str, Sequence[int]],
-    meshes: Mapping[int, Mesh] = _NO_MESHES,
-) -> tuple[StageGroups, ...]:
-    """Makes the groups of each stage; `meshes` are those of stages that have one, by number. Every
-    rank has to make them, in the same order; raises PeerLost.
-    """
-    ranks = [[rank for team in groups for rank in team.ranks] for groups in assignment]
-    teams = {stage: make_team_groups(mesh, assignment[stage]) for stage, mesh in meshes.items()}
-    replicas = [
-        None if stage in teams else connect_several(members) for stage, members in enumerate(ranks)
-    ]
-    here, holders, groups = dist.get_rank(), {}, {}
-    for name, stages in tied.items():
-        held_by = {rank for stage in stages for rank in ranks[stage]}
-        group = connect_several(held_by)
-        if here in held_by:
-            holders[name] = [stage for stage in stages if here in ranks[stage]]
-            groups[name] = group
-    sums = TiedSums(holders, groups) if holders else None
-    groups_of_stages = []
-    for stage, replica_group in enumerate(replicas):
-        names = frozenset(name for name in tied if stage in tied[name])
-        team = teams.get(stage)
-        across = replica_group if team is None else team.sums[()]
-        groups_of_stages.append(StageGroups(across, names, sums if names else None, team))
-    return tuple(groups_of_stages)

@@ -6,16 +6,16 @@ through its memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedream.comm.messages import PeerLost, begin_messages
 from pipedream.comm.shared_memory import SharedMemory, connect_memory
-from pipedream.comm.transport import PeerLost, connect_group
 from pipedream.graph.errors import UserError
 
 
@@ -71,28 +71,20 @@ class ExchangeGroup:
         # gloo sends tensors of the host alone
         nccl = dist.get_backend(self.group) == "nccl"
         place = outgoing[0].device if nccl else torch.device("cpu")
-        parts, operations = list(outgoing), []
-        operation = partial(dist.P2POp, group=self.group)
+        ranks = dist.get_process_group_ranks(self.group)
+        parts, sent, received = list(outgoing), [], []
         for number, (piece, shape) in enumerate(zip(outgoing, shapes, strict=True)):
             if number == self.here:
                 continue
             if piece.numel():
-                message = piece.to(place).contiguous()
-                operations.append(operation(dist.isend, message, group_peer=number))
+                sent.append((ranks[number], piece.to(place).contiguous()))
             parts[number] = torch.empty(shape, dtype=piece.dtype, device=place)
             if parts[number].numel():
-                operations.append(operation(dist.irecv, parts[number], group_peer=number))
+                received.append((ranks[number], parts[number]))
         with _peers():
-            for work in dist.batch_isend_irecv(operations) if operations else ():
+            for work in begin_messages(self.group, sent, received):
                 work.wait()
         return parts
-
-
-def connect_exchange(ranks: Iterable[int]) -> ExchangeGroup | None:
-    """Connects these ranks; None on others. All ranks call it, in one order. Raises PeerLost."""
-    members = list(ranks)
-    group = connect_group(members)
-    return ExchangeGroup(group) if dist.get_rank() in members else None
 
 
 def _through(

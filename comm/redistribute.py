@@ -7,15 +7,14 @@ is copied together with others first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.exchange import ExchangeGroup, connect_exchange
+from pipedream.comm.exchange import ExchangeGroup
 from pipedream.graph.placements.placement import Mesh, axis_groups
 from pipedream.graph.placements.regions import Region, blocks, held_region, intersection
 from pipedream.sharding.steps import Collective, Step
@@ -31,23 +30,25 @@ class _AxisGroup:
 
 
 class MeshGroups:
-    """The process groups of a mesh: one for each axis that this rank is on.
+    """The groups of a mesh: one for each axis, of the ranks along it that this rank is among.
 
-    `ranks[device]` is the rank of each device. Made by all ranks of the run at the same time, with
-    the same arguments, those outside the mesh included; they have `device` None. Raises PeerLost.
+    `ranks[device]` is the rank of each device; `device` is that of this rank.
     """
 
-    def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
-        here = dist.get_rank()
-        self.mesh, self.ranks = mesh, tuple(ranks)
-        self.device = self.ranks.index(here) if here in self.ranks else None
+    def __init__(
+        self,
+        mesh: Mesh,
+        ranks: Sequence[int],
+        device: int,
+        group_of: Callable[[Sequence[int]], ExchangeGroup | None],
+    ) -> None:
+        self.mesh, self.ranks, self.device = mesh, tuple(ranks), device
         self.axes: dict[int, _AxisGroup] = {}
-        for axis, size in enumerate(mesh):
-            for devices in axis_groups(mesh, axis) if size > 1 else ():
-                group = connect_exchange(ranks[device] for device in devices)
-                if group is not None:
-                    by_rank = tuple(sorted(devices, key=self.ranks.__getitem__))
-                    self.axes[axis] = _AxisGroup(by_rank, group)
+        for axis, devices in along_axes(mesh, device):
+            group = group_of([ranks[each] for each in devices])
+            assert group is not None
+            by_rank = tuple(sorted(devices, key=self.ranks.__getitem__))
+            self.axes[axis] = _AxisGroup(by_rank, group)
 
     def redistribute(self, local: Tensor, shape: tuple[int, ...], steps: Sequence[Step]) -> Tensor:
         """Returns what this rank holds after the steps, if it holds `local` of a tensor of this
@@ -62,7 +63,6 @@ class MeshGroups:
         return local
 
     def _run(self, local: Tensor, shape: tuple[int, ...], step: Step) -> Tensor:
-        assert self.device is not None, "this rank is not on the mesh"
         axis = self.axes[step.axis]
         before = [held_region(shape, self.mesh, step.source, each) for each in axis.devices]
         after = [held_region(shape, self.mesh, step.target, each) for each in axis.devices]
@@ -85,6 +85,13 @@ class MeshGroups:
             return reduce(torch.add, parts)
         result = local.new_empty(after[here].shape)
         return paste(result, after[here], zip(incoming, parts, strict=True))
+
+
+def along_axes(mesh: Mesh, device: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yields each axis of several devices, and those on it that this one is among."""
+    for axis, size in enumerate(mesh):
+        if size > 1:
+            yield axis, next(group for group in axis_groups(mesh, axis) if device in group)
 
 
 def gather_tiles(

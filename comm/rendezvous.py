@@ -16,6 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 from pipedream.comm.rank_info import LOCALHOST, RankInfo, restarts
 from pipedream.graph.errors import UserError
 
+_QUEUES, _MOST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
+
 
 class RendezvousError(RuntimeError):
     """Reports that not all ranks joined in time."""
@@ -25,16 +27,43 @@ def choose_device(name: str, rank_info: RankInfo) -> tuple[torch.device, str]:
     """Returns the device of this rank, cpu or cuda, and its backend.
 
     NCCL if every rank of the machine has its own GPU; gloo on CPUs and if ranks share a GPU. Raises
-    UserError if there is no such device.
+    UserError if there is no such device, or it cannot be used so.
     """
     if name == "cpu":
         return torch.device("cpu"), "gloo"
     count = torch.cuda.device_count()
     if count == 0:
         raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
+    backend = "nccl" if rank_info.local_world_size <= count else "gloo"
+    if backend == "nccl" and rank_info.world_size > 1:
+        prepare_gpu()
     device = torch.device("cuda", rank_info.local_rank % count)
     torch.cuda.set_device(device)
-    return device, "nccl" if rank_info.local_world_size <= count else "gloo"
+    return device, backend
+
+
+def prepare_gpu() -> None:
+    """Sets what CUDA and NCCL read when they start. Raises UserError if it was set, or CUDA has
+    started, so that operations which wait for other ranks would stop what is behind them.
+
+    A stream of the GPU has one of so many hardware queues, and what waits at the head of one stops
+    all streams that share it. Kernels that are loaded when they are first used wait for the device,
+    with all receives that are posted on it.
+    """
+    queues = os.environ.get(_QUEUES)
+    if queues is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UserError(
+            f"CUDA has started before the ranks met: set {_QUEUES}={_MOST_QUEUES} in the"
+            " environment, or make the Pipeline before anything is on a GPU"
+        )
+    if queues is not None and (not queues.isdigit() or int(queues) < _MOST_QUEUES):
+        raise UserError(
+            f"{_QUEUES}={queues}: with fewer than {_MOST_QUEUES} queues a message that waits for"
+            f" another rank stops the passes behind it; unset it, or set {_MOST_QUEUES}"
+        )
+    os.environ[_QUEUES] = str(_MOST_QUEUES) if queues is None else queues
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 
 def connect_store(rank_info: RankInfo, timeout: float) -> Store:

@@ -1,21 +1,50 @@
-"""The process groups of a stage whose replicas are teams of ranks."""
+"""The communicators of a stage whose replicas are teams of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
 
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.exchange import ExchangeGroup, connect_exchange
-from pipedream.comm.redistribute import MeshGroups, gather_tiles
-from pipedream.comm.transport import connect_several
+from pipedream.comm.communicators import Communicator, Communicators, Use, among
+from pipedream.comm.exchange import ExchangeGroup
+from pipedream.comm.redistribute import MeshGroups, along_axes, gather_tiles
 from pipedream.graph.placements.placement import Mesh, coordinates, device_count
 from pipedream.graph.placements.regions import Region
-from pipedream.graph.plan import WorkerGroup
 from pipedream.sharding.tiles import Transfer
+
+Axes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that are a replica of a stage, for one of them: `ranks` of its devices, this one is
+    `device`. `replicas`: the ranks of every replica.
+    """
+
+    mesh: Mesh
+    ranks: Sequence[int]
+    device: int
+    replicas: Sequence[Sequence[int]]
+
+    def adding_up(self, axes: Axes) -> list[int]:
+        """Returns the ranks of all replicas that hold terms of a gradient of this device which is
+        partial on these axes.
+        """
+        along = next(each for each in devices_along(self.mesh, axes) if self.device in each)
+        return [ranks[device] for ranks in self.replicas for device in along]
+
+    def communicators(self, partial: Collection[Axes]) -> Iterator[Communicator]:
+        """Yields what it needs. `partial`: the axes on which gradients are to be added up."""
+        for _, devices in along_axes(self.mesh, self.device):
+            yield among((self.ranks[each] for each in devices), Use.EXCHANGE)
+        if len(self.ranks) > 1:
+            yield among(self.ranks, Use.EXCHANGE)
+        for axes in partial:
+            if len(ranks := self.adding_up(axes)) > 1:
+                yield among(ranks, Use.SUMS)
 
 
 @dataclass(frozen=True)
@@ -29,35 +58,20 @@ class TeamGroups:
 
     mesh: MeshGroups
     whole: ExchangeGroup | None
-    sums: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+    sums: Mapping[Axes, dist.ProcessGroup | None]
+
+    @staticmethod
+    def of(team: Team, partial: Collection[Axes], communicators: Communicators) -> TeamGroups:
+        return TeamGroups(
+            MeshGroups(team.mesh, team.ranks, team.device, communicators.exchange),
+            communicators.exchange(team.ranks),
+            {axes: communicators.sums(team.adding_up(axes)) for axes in partial},
+        )
 
     def gather(self, local: Tensor, region: Region, gathers: Sequence[Transfer]) -> None:
         """Completes what this rank holds of a value; see `gather_tiles`. Raises PeerLost."""
         assert self.whole is not None
-        assert self.mesh.device is not None
         gather_tiles(local, region, gathers, self.mesh.device, self.mesh.ranks, self.whole)
-
-
-def make_team_groups(mesh: Mesh, teams: Sequence[WorkerGroup]) -> TeamGroups | None:
-    """Makes the groups of this rank; None if it is in no team. `teams`: of each replica of the
-    stage.
-
-    Every rank of the run has to make them, in the same order; raises PeerLost.
-    """
-    here = dist.get_rank()
-    my_team = next((team for team in teams if here in team.ranks), None)
-    meshes = {team: MeshGroups(mesh, team.ranks) for team in teams}
-    wholes = {team: connect_exchange(team.ranks) if len(team.ranks) > 1 else None for team in teams}
-    sums: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    numbers = range(len(mesh))
-    subsets = chain.from_iterable(combinations(numbers, count) for count in range(len(mesh) + 1))
-    for axes in subsets:
-        for devices in devices_along(mesh, axes):
-            ranks = [team.ranks[device] for team in teams for device in devices]
-            group = connect_several(ranks)
-            if here in ranks:
-                sums[axes] = group
-    return None if my_team is None else TeamGroups(meshes[my_team], wholes[my_team], sums)
 
 
 def devices_along(mesh: Mesh, axes: Sequence[int]) -> list[tuple[int, ...]]:

@@ -14,47 +14,29 @@ since it belongs to the stage that made them.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from pipedream.schedule.channel import Channel, RankLink
+from pipedream.comm.messages import (
+    Message,
+    Messages,
+    PeerLost,
+    QueuedMessages,
+    TaggedMessages,
+    TeamLinks,
+    Works,
+)
+from pipedream.schedule.channel import Channel
 
-Message: TypeAlias = list[torch.Tensor]
+_NO_LINKS: TeamLinks = MappingProxyType({})
 _Kind: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-
-
-class PeerLost(RuntimeError):
-    """Another rank no longer answers; `peer` is its rank, if known."""
-
-    def __init__(self, message: str, peer: int | None = None) -> None:
-        super().__init__(message)
-        self.peer = peer
-
-
-def connect_group(ranks: Iterable[int]) -> dist.ProcessGroup:
-    """Connects the ranks with each other. All ranks of the run call it, in the same order, and
-    raise PeerLost if one of `ranks` is gone.
-    """
-    members = sorted(ranks)
-    try:
-        group: dist.ProcessGroup = dist.new_group(members)
-    except RuntimeError as error:
-        raise PeerLost(f"the ranks {members} could not be connected") from error
-    return group
-
-
-def connect_several(ranks: Collection[int]) -> dist.ProcessGroup | None:
-    """Does what `connect_group` does; None if there is one rank, which needs no group."""
-    return connect_group(ranks) if len(ranks) > 1 else None
 
 
 class TensorSpec(Protocol):
@@ -83,7 +65,7 @@ class _Arriving:
     """`works`: there once the receive has begun, or PeerLost."""
 
     buffers: Message
-    works: Future[list[Any]]
+    works: Future[Works]
     empty: bool
 
 
@@ -98,52 +80,64 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 class Transport:
-    """The messages of one rank. Made by all ranks at the same time, with the same `rank_links`."""
+    """The messages of one rank. `links`: the groups that carry them with NCCL."""
 
-    def __init__(
-        self, device: torch.device, backend: str, rank_links: Iterable[RankLink] = ()
-    ) -> None:
+    def __init__(self, device: torch.device, backend: str, links: TeamLinks = _NO_LINKS) -> None:
         self.device = device
         self.staged = device if backend == "nccl" else torch.device("cpu")
-        # NCCL does the operations of a group one after the other: a send would wait for a receive
-        # that was posted ahead. So each way has a group of its own. It knows no tags: messages of
-        # several links that share a way have one order, which the checker proves.
-        self.groups: dict[RankLink, dist.ProcessGroup] = {}
-        if backend == "nccl":
-            self.groups = {rank_link: connect_group(rank_link[:2]) for rank_link in rank_links}
         self.arriving: dict[Channel, deque[_Arriving]] = {}
         self.handed: dict[Channel, deque[Message]] = {}
         self.spare: dict[tuple[Channel, _Kind], list[Message]] = {}
-        self.messages = _Messages(self.groups, self.staged, aside=backend != "nccl")
-
-    def send(self, channel: Channel, tensors: Iterable[torch.Tensor]) -> None:
-        """Sends and returns at once. Raises PeerLost if an earlier message could not be sent."""
-        if channel.is_local:
-            message = [tensor.detach() for tensor in tensors]
-            self.handed.setdefault(channel, deque()).append(message)
-        else:
-            message = [t.detach().to(self.staged).contiguous() for t in tensors]
-            self.messages.send(channel, message or [self._buffer(_NOTHING).zero_()])
-
-    def post(self, channel: Channel, values: Sequence[TensorSpec]) -> None:
-        """Posts a receive of the next message on the channel, which has these values. Raises
-        PeerLost if an earlier message could not be sent or received.
-        """
-        if channel.is_local:
-            return
-        spare = self.spare.get((channel, _kind(values)))
-        buffers = spare.pop() if spare else [self._buffer(value) for value in values or [_NOTHING]]
-        works = self.messages.receive(channel, buffers)
-        self.arriving.setdefault(channel, deque()).append(
-            _Arriving(buffers, works, empty=not values)
+        self.messages: Messages = (
+            QueuedMessages(links, device) if backend == "nccl" else TaggedMessages()
         )
 
+    def send(self, parts: Mapping[Channel, Sequence[torch.Tensor]]) -> None:
+        """Sends the parts of one message, on channels of one link, and returns at once. Raises
+        PeerLost if an earlier message could not be sent.
+        """
+        sent = {}
+        for channel, tensors in parts.items():
+            if channel.is_local:
+                message = [tensor.detach() for tensor in tensors]
+                self.handed.setdefault(channel, deque()).append(message)
+            else:
+                sent[channel] = [self._to_send(tensor) for tensor in tensors] or [
+                    self._buffer(_NOTHING).zero_()
+                ]
+        if sent:
+            self.messages.send(sent)
+
+    def post(self, parts: Mapping[Channel, Sequence[TensorSpec]]) -> None:
+        """Posts a receive of the next message on the channels, all of one link, which has these
+        values on each. Raises PeerLost if an earlier message could not be sent or received.
+        """
+        posted = {}
+        for channel, values in parts.items():
+            if not channel.is_local:
+                spare = self.spare.get((channel, _kind(values)))
+                posted[channel] = (
+                    spare.pop() if spare else [self._buffer(each) for each in values or [_NOTHING]]
+                )
+        if not posted:
+            return
+        works = self.messages.receive(posted)
+        for channel, buffers in posted.items():
+            self.arriving.setdefault(channel, deque()).append(
+                _Arriving(buffers, works, empty=not parts[channel])
+            )
+
     def _buffer(self, value: TensorSpec) -> torch.Tensor:
-        # Page-locked where it goes on to a GPU: such copies are faster.
+        # Page-locked where it comes from a GPU or goes on to one: such copies are faster.
         through_host = self.staged != self.device
         return torch.empty(
             value.shape, dtype=value.dtype, device=self.staged, pin_memory=through_host
         )
+
+    def _to_send(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.staged == tensor.device:
+            return tensor.detach().contiguous()
+        return self._buffer(tensor).copy_(tensor.detach())
 
     def receive(self, channel: Channel) -> Message:
         """Waits for the oldest message posted on the channel. Raises PeerLost.
@@ -154,7 +148,7 @@ class Transport:
             return self.handed[channel].popleft()
         message = self.arriving[channel].popleft()
         try:
-            for work in message.works.result():
+            for work in message.works.result()[channel]:
                 work.wait()
         except PeerLost:
             raise
@@ -162,7 +156,7 @@ class Transport:
             raise PeerLost(f"no message from rank {channel.source}", channel.source) from error
         if message.empty:
             return []
-        return [buffer.to(self.device).detach() for buffer in message.buffers]
+        return [buffer.to(self.device, non_blocking=True).detach() for buffer in message.buffers]
 
     def recycle(self, channel: Channel, message: Message) -> None:
         """Gives the memory of a message to later ones of the channel with the same shapes."""
@@ -191,7 +185,7 @@ class Transport:
 
     def begin_sum(self, flat: torch.Tensor, group: dist.ProcessGroup | None) -> Sum:
         """Begins to replace `flat` by its sum over the group. Raises PeerLost."""
-        staged = flat.to(self.staged)
+        staged = flat if flat.device == self.staged else self._to_send(flat)
         try:
             return Sum(flat, staged, dist.all_reduce(staged, group=group, async_op=True))
         except RuntimeError as error:
@@ -225,106 +219,3 @@ class Sum:
             raise PeerLost("a replica of this stage does not answer") from error
         if self.staged is not self.flat:
             self.flat.copy_(self.staged)
-
-
-class _Messages:
-    """Begins sends and receives in the order given, and keeps the tensors until they are sent.
-
-    With `aside` a thread begins them: gloo copies a message to the network in the call that sends
-    it, and both calls wait where it is busy with another message of the same peer. NCCL only
-    enqueues them, and needs all of them from one thread. Its sends are waited for on a stream of
-    their own, so that the computation need not wait for them.
-    """
-
-    def __init__(
-        self, groups: Mapping[RankLink, dist.ProcessGroup], device: torch.device, aside: bool
-    ) -> None:
-        self.groups, self.aside = groups, aside
-        on_gpu = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self.failure: PeerLost | None = None
-        self._start()
-
-    def _start(self) -> None:
-        self.waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.outgoing: queue.SimpleQueue[tuple[list[Any], Message] | None] = queue.SimpleQueue()
-        self.threads = [threading.Thread(target=self._reap, name="sent", daemon=True)]
-        if self.aside:
-            self.threads.append(threading.Thread(target=self._begin, name="messages", daemon=True))
-        for thread in self.threads:
-            thread.start()
-
-    def send(self, channel: Channel, message: Message) -> None:
-        self._do(lambda: self._send(channel, message))
-
-    def receive(self, channel: Channel, buffers: Message) -> Future[list[Any]]:
-        """Returns the works to wait for."""
-        works: Future[list[Any]] = Future()
-        self._do(lambda: self._receive(channel, buffers, works))
-        return works
-
-    def _do(self, begin: Callable[[], None]) -> None:
-        if self.failure is not None:
-            raise self.failure
-        if self.aside:
-            self.waiting.put(begin)
-        else:
-            begin()
-
-    def drain(self) -> None:
-        (self.waiting if self.aside else self.outgoing).put(None)
-        for thread in self.threads:
-            thread.join()
-        if self.failure is not None:
-            raise self.failure
-        self._start()
-
-    def _begin(self) -> None:
-        """Begins receives in order, after a failure too: who waits for one is told of it."""
-        while (begin := self.waiting.get()) is not None:
-            try:
-                begin()
-            except PeerLost as error:
-                self.failure = error
-        self.outgoing.put(None)
-
-    def _send(self, channel: Channel, message: Message) -> None:
-        if self.failure is not None:
-            return
-        group = self.groups.get(channel.rank_link)
-        try:
-            works = [dist.isend(t, channel.target, group, channel.tag) for t in message]
-        except RuntimeError as error:
-            raise PeerLost(f"cannot send to rank {channel.target}", channel.target) from error
-        self.outgoing.put((works, message))
-
-    def _receive(self, channel: Channel, buffers: Message, works: Future[list[Any]]) -> None:
-        if self.failure is not None:
-            works.set_exception(self.failure)
-            return
-        group = self.groups.get(channel.rank_link)
-        try:
-            works.set_result([dist.irecv(b, channel.source, group, channel.tag) for b in buffers])
-        except RuntimeError as error:
-            lost = PeerLost(f"cannot receive from rank {channel.source}", channel.source)
-            lost.__cause__ = error
-            works.set_exception(lost)
-            raise lost from error
-
-    def _wait(self, works: Sequence[Any]) -> None:
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            for work in works:
-                work.wait()
-        if self.stream is not None:
-            self.stream.synchronize()
-
-    def _reap(self) -> None:
-        """Waits for the sends in order, so that their tensors are freed once they are sent."""
-        while (sent := self.outgoing.get()) is not None:
-            try:
-                self._wait(sent[0])
-            except RuntimeError as error:
-                self.failure = PeerLost("a message did not arrive")
-                self.failure.__cause__ = error
-                return
-            del sent

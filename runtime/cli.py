@@ -337,7 +337,7 @@ def _work_forked(job: Job, rank_info: RankInfo, heartbeats: Heartbeats) -> int:
 
 def _work(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -> int:
     """Runs this process's part of the run. Returns its exit code."""
-    from pipedream.comm.transport import PeerLost
+    from pipedream.comm.messages import PeerLost
     from pipedream.runtime.data.reader import DataLost
     from pipedream.runtime.supervise import launch
     from pipedream.runtime.trainer import Stopped, train

@@ -153,7 +153,9 @@ class Pipeline:
         links, tied = staged.spec.links, staged.tied
         key = links, tuple(tied.items())
         if key not in self.wired:
-            self.wired[key] = Wiring.of(self.plan, links, tied, self.rng, self.backend)
+            self.wired[key] = Wiring.of(
+                self.plan, links, tied, self.rng, self.backend, self.timeout
+            )
         return self.wired[key]
 
     def __call__(

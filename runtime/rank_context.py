@@ -60,7 +60,19 @@ class RankContext:
         self.clock = Clock(self.store, rank_info.rank, rank_info.world_size)
         self.clock.read()
         self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
-        self.wiring = Wiring.of(job.plan, local.spec.links, local.tied, local.rng, local.backend)
+        self.wiring = Wiring.of(
+            job.plan,
+            local.spec.links,
+            local.tied,
+            local.rng,
+            local.backend,
+            job.timeout,
+            {
+                stage.stage: set(stage.sharding.partial.values())
+                for stage in local.stages
+                if stage.sharding is not None
+            },
+        )
         self.transport = self.wiring.transport
         for stage in local.stages:  # devices of a mesh may exchange tensors from now on
             if stage.sharding is not None:

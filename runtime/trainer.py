@@ -12,9 +12,9 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from pipedream.capture.compute_settings import keep_freed_memory
+from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import RendezvousError, connect_store
-from pipedream.comm.transport import PeerLost
 from pipedream.graph.command import remove_unfinished
 from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint

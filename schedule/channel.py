@@ -3,46 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
 from math import lcm
 from typing import NamedTuple, TypeAlias
 
-from pipedream.graph.plan import RankAssignment
+from pipedream.graph.plan import RankAssignment, WorkerGroup
 from pipedream.schedule.action import SENDS, Action, Kind, StageLink
 
 _MOST_STAGES = 1 << 15
 
-RankLink: TypeAlias = tuple[int, int, bool]
-"""(source rank, target rank, whether with gradients)."""
+Ranks: TypeAlias = tuple[int, ...]
+
+TeamLink: TypeAlias = tuple[Ranks, Ranks, bool]
+"""(ranks that send, ranks that receive, whether gradients): one rank each, or those of a mesh."""
 
 
 class Channel(NamedTuple):
     """One direction of one link, between two ranks or two stages of the same rank.
 
-    `source` and `target` are the ranks that send and receive. Messages arrive in order.
+    `source` and `target` are the ranks that send and receive. Messages arrive in order. `teams`: of
+    both, where several ranks are a worker.
     """
 
     source: int
     target: int
     link: StageLink
     is_gradient: bool = False
+    teams: tuple[Ranks, Ranks] | None = None
 
     @staticmethod
     def of(action: Action, assignment: RankAssignment, device: int = 0, peer: int = 0) -> Channel:
         """Returns the channel of a message between this device and one of the peer."""
         assert action.peer is not None
         stage, replica = action.peer
-        here = assignment[action.stage][action.replica].ranks[device]
-        there = assignment[stage][replica].ranks[peer]
-        sends = action.kind in SENDS
+        here = assignment[action.stage][action.replica].ranks
+        there = assignment[stage][replica].ranks
+        ends = (here[device], there[peer]), (here, there)
+        if action.kind not in SENDS:
+            ends = (there[peer], here[device]), (there, here)
         is_gradient = action.kind in (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
         link = (action.stage, stage) if action.stage < stage else (stage, action.stage)
-        return Channel(*((here, there) if sends else (there, here)), link, is_gradient)
+        teams = ends[1] if len(here) > 1 or len(there) > 1 else None
+        return Channel(*ends[0], link, is_gradient, teams)
 
     @property
-    def rank_link(self) -> RankLink:
-        """Returns what the channel shares with those of other stages between the two ranks."""
-        return self.source, self.target, self.is_gradient
+    def team_link(self) -> TeamLink:
+        """Returns what the channel shares with those of other stages, and other ranks, between the
+        two workers.
+        """
+        sources, targets = self.teams or ((self.source,), (self.target,))
+        return sources, targets, self.is_gradient
 
     @property
     def is_local(self) -> bool:
@@ -56,16 +65,17 @@ class Channel(NamedTuple):
         return 2 * (source * _MOST_STAGES + target) + self.is_gradient
 
 
-def rank_links(assignment: RankAssignment, links: Iterable[StageLink]) -> list[RankLink]:
-    """Returns every pair of ranks that exchange messages, in the same order on all ranks.
+def team_links(assignment: RankAssignment, links: Iterable[StageLink]) -> list[TeamLink]:
+    """Returns every pair of workers that exchange messages, in the same order on all ranks.
 
-    Minibatch b goes from replica b mod r of a stage to b mod q of another; gradients come back.
+    Minibatch b goes from replica b mod r of a stage to b mod q of another; gradients come back. The
+    stages of a rank hand over what they have for each other.
     """
-    pairs = set[RankLink]()
+    pairs = set[tuple[WorkerGroup, WorkerGroup]]()
     for source, target in links:
         senders, receivers = assignment[source], assignment[target]
         for b in range(lcm(len(senders), len(receivers))):
-            sender, receiver = senders[b % len(senders)], receivers[b % len(receivers)]
-            for one, other in product(sender.ranks, receiver.ranks):
-                pairs |= {(one, other, False), (other, one, True)}
-    return sorted(pair for pair in pairs if pair[0] != pair[1])
+            pairs.add((senders[b % len(senders)], receivers[b % len(receivers)]))
+    apart = [(one.ranks, other.ranks) for one, other in pairs if one.ranks != other.ranks]
+    there = [(one, other, False) for one, other in apart]
+    return sorted({*there, *((other, one, True) for one, other, _ in there)})

@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import Store
 
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.sources.load import Loaded
+from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import RendezvousError, choose_device, connect_store, join
-from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
 from pipedream.profiler.device import device_name
 from pipedream.profiler.network.interference import Work
@@ -52,7 +52,7 @@ def measure_network(
         measured_levels = levels_of(hosts) if options.machines is None else levels(options.machines)
         pairs = [pair for level in measured_levels for pair in level.pairs]
         groups = [group for level in measured_levels for group in level.groups]
-        wire = Wire(device, backend, pairs, groups)
+        wire = Wire(device, backend, pairs, groups, _TIMEOUT)
         measured = [measure(level, wire, options.effort, work, step) for level in measured_levels]
         wire.transport.drain()
         if rank_info.rank == 0:

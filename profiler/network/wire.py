@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.transport import PeerLost, Transport, connect_group
+from pipedream.comm.communicators import Communicators, Use, among, for_messages
+from pipedream.comm.messages import PeerLost
+from pipedream.comm.transport import Transport
 from pipedream.profiler.network.levels import Ranks
 from pipedream.schedule.channel import Channel
 from pipedream.schedule.overlap import BUCKET_BYTES
@@ -22,12 +24,19 @@ class Wire:
     """The connections of one rank. All ranks create it at once, with the same pairs and groups."""
 
     def __init__(
-        self, device: torch.device, backend: str, pairs: Sequence[Ranks], groups: Sequence[Ranks]
+        self,
+        device: torch.device,
+        backend: str,
+        pairs: Sequence[Ranks],
+        groups: Sequence[Ranks],
+        timeout: float,
     ) -> None:
         self.device = device
         both = [_channel(*ranks) for pair in pairs for ranks in (pair, pair[::-1])]
-        self.transport = Transport(device, backend, [channel.rank_link for channel in both])
-        self.groups = {ranks: connect_group(ranks) for ranks in groups}
+        messages = for_messages([channel.team_link for channel in both], backend)
+        sums = [among(ranks, Use.SUMS) for ranks in groups]
+        self.communicators = Communicators.connect([*messages, *sums], device, backend, timeout)
+        self.transport = Transport(device, backend, self.communicators.links)
 
     def tensor(self, size: int) -> Tensor:
         """Returns a float32 tensor of `size` bytes on the device. Not zeros: on a CPU they may be
@@ -37,12 +46,12 @@ class Wire:
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Starts a send; the tensor must not change until the peer has it."""
-        self.transport.send(_channel(dist.get_rank(), peer), [tensor])
+        self.transport.send({_channel(dist.get_rank(), peer): [tensor]})
 
     def post(self, size: int, peer: int) -> Wait:
         """Starts to receive `size` bytes; once waited for, the message is on the device."""
         channel = _channel(peer, dist.get_rank())
-        self.transport.post(channel, [torch.empty(size // 4, device="meta")])
+        self.transport.post({channel: [torch.empty(size // 4, device="meta")]})
         return lambda: self.transport.recycle(channel, self.transport.receive(channel))
 
     def add_up(self, gradients: Tensor, flat: Tensor, group: Ranks) -> Wait:
@@ -53,7 +62,7 @@ class Wire:
         parts = (torch.split(tensor, BUCKET_BYTES // 4) for tensor in (gradients, flat))
         for gradient, bucket in zip(*parts, strict=True):
             bucket.copy_(gradient)
-            sums.append(self.transport.begin_sum(bucket, self.groups[group]))
+            sums.append(self.transport.begin_sum(bucket, self.communicators.sums(group)))
 
         def wait() -> None:
             for each in sums:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._C._distributed_c10d import Store
 
-from pipedream.comm.transport import PeerLost
+from pipedream.comm.messages import PeerLost
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.run.training_segment import Position
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pipedream.comm.transport import PeerLost, Transport
+from pipedream.comm.messages import PeerLost
+from pipedream.comm.transport import Transport
 from pipedream.graph.timeline import Event
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
 from pipedream.runtime.run.action_stream import ActionStream

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pipedream.capture.programs.loss_end import LOSS, Target
-from pipedream.comm.buckets import Buckets, StageGroups
+from pipedream.comm.buckets import Buckets
+from pipedream.comm.stage_groups import StageGroups
 from pipedream.graph.errors import UserError
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, Tensors, computing
 from pipedream.runtime.engine.minibatch_state import MinibatchState, Recomputation

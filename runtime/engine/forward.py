@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from pipedream.capture.loss import Loss
-from pipedream.comm.transport import PeerLost, Transport
+from pipedream.comm.messages import PeerLost
+from pipedream.comm.transport import Transport
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment
 from pipedream.runtime.data.reader import Batch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipedream.capture.segment import Segment
-from pipedream.comm.transport import Message
+from pipedream.comm.messages import Message
 from pipedream.runtime.engine.passes import Passes
 from pipedream.runtime.optim.weights import Version
 from pipedream.schedule.channel import Channel

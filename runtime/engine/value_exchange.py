@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipedream.comm.messages import Message
 from pipedream.comm.redistribute import extract, paste
 from pipedream.comm.teams import TeamGroups
-from pipedream.comm.transport import Message, TensorType, Transport
+from pipedream.comm.transport import TensorType, Transport
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.regions import Region, held_region
 from pipedream.graph.plan import RankAssignment
@@ -131,8 +132,9 @@ class ValueExchange:
     def post(self, action: Action, crossings: Crossings) -> None:
         """Posts a receive that is still to come. Raises PeerLost."""
         messages = self._messages(action, crossings)
-        for other in messages.parts:
-            self.transport.post(self._channel(action, other), messages.types(other))
+        self.transport.post(
+            {self._channel(action, other): messages.types(other) for other in messages.parts}
+        )
 
     def send(self, action: Action, crossings: Crossings, values: Sequence[Tensor]) -> None:
         """`values`: as this device holds them. Raises PeerLost, and UserError if they are not what
@@ -140,12 +142,15 @@ class ValueExchange:
         """
         messages = self._messages(action, crossings)
         messages.check(action, values)
-        for other, parts in messages.parts.items():
-            pieces = [
-                extract(values[part.number], messages.regions[part.number], part.region)
-                for part in parts
-            ]
-            self.transport.send(self._channel(action, other), pieces)
+        self.transport.send(
+            {
+                self._channel(action, other): [
+                    extract(values[part.number], messages.regions[part.number], part.region)
+                    for part in parts
+                ]
+                for other, parts in messages.parts.items()
+            }
+        )
 
     def receive(
         self, action: Action, crossings: Crossings

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipedream.capture.loss import Loss
-from pipedream.comm.buckets import StageGroups, make_groups
+from pipedream.comm.communicators import Communicators, for_messages
+from pipedream.comm.stage_groups import StageGroups, SummingRanks
+from pipedream.comm.teams import Axes
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan
 from pipedream.runtime.engine.executor import Executor, Updates
@@ -18,18 +22,20 @@ from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_forms import StageForms
 from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import StageLink
-from pipedream.schedule.channel import rank_links
+from pipedream.schedule.channel import team_links
+
+_NOTHING_PARTIAL: Mapping[int, Collection[Axes]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
 class Wiring:
-    """How a rank reaches the others: its `transport`, and by stage the `groups` of ranks that add
-    up gradients. `rng` seeds the passes.
+    """How a rank reaches the others: its `transport`, and by stage of this rank the `groups` of
+    ranks that add up gradients. `rng` seeds the passes.
     """
 
     plan: Plan
     rng: MinibatchRng
-    groups: Sequence[StageGroups]
+    groups: Mapping[int, StageGroups]
     transport: Transport
 
     @staticmethod
@@ -39,16 +45,22 @@ class Wiring:
         tied: Mapping[str, Sequence[int]],
         rng: MinibatchRng,
         backend: str,
+        timeout: float,
+        partial: Mapping[int, Collection[Axes]] = _NOTHING_PARTIAL,
     ) -> Wiring:
         """Called by all ranks at the same time. `links`: the pairs of stages that exchange tensors;
-        `tied`: the stages that hold a parameter, where there are several. Raises PeerLost.
+        `tied`: the stages that hold a parameter, where there are several; `partial`: see
+        `SummingRanks`. Operations fail after `timeout` seconds. Raises PeerLost, and UserError if
+        there are too many others to connect to.
         """
         assignment = plan.rank_assignment
         meshes = {stage.stage: stage.mesh for stage in plan.stages if stage.mesh is not None}
-        groups = make_groups(assignment, tied, meshes)
-        return Wiring(
-            plan, rng, groups, Transport(rng.device, backend, rank_links(assignment, links))
-        )
+        summing = SummingRanks(assignment, dist.get_rank(), tied, meshes, partial)
+        messages = for_messages(team_links(assignment, links), backend)
+        wanted = [*summing.communicators(), *messages]
+        communicators = Communicators.connect(wanted, rng.device, backend, timeout)
+        transport = Transport(rng.device, backend, communicators.links)
+        return Wiring(plan, rng, summing.groups(communicators), transport)
 
     def executor(
         self,

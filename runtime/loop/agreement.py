@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipedream.capture.checks.equivalence import as_double
 from pipedream.capture.compute_settings import Precision
-from pipedream.comm.transport import PeerLost
+from pipedream.comm.messages import PeerLost
 from pipedream.graph.errors import UserError
 from pipedream.runtime.loop.gathering import of_all_ranks
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
+from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
-from pipedream.comm.transport import PeerLost
 from pipedream.runtime.supervise.launch import PEER_LOST, record_error
 
 _LOST = "watchdog/lost"

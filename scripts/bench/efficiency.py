@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,10 @@ from torch.distributed.pipelining import Schedule1F1B, pipeline
 from pipedream.capture.captured import Value
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.sources.load import load_config_model
-from pipedream.comm.buckets import StageGroups
+from pipedream.comm.messages import Message
 from pipedream.comm.rank_info import RankInfo
-from pipedream.comm.transport import Message, Transport
+from pipedream.comm.stage_groups import StageGroups
+from pipedream.comm.transport import Transport
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import read_plan
 from pipedream.graph.run_config import read_config
@@ -137,14 +138,15 @@ class Still:
     def __init__(self) -> None:
         self.messages: dict[Channel, Message] = {}
 
-    def post(self, channel: Channel, values: Sequence[Value]) -> None:
-        if channel not in self.messages:
-            self.messages[channel] = [torch.randn(v.shape).to(v.dtype) * 0.01 for v in values]
+    def post(self, parts: Mapping[Channel, Sequence[Value]]) -> None:
+        for channel, values in parts.items():
+            if channel not in self.messages:
+                self.messages[channel] = [torch.randn(v.shape).to(v.dtype) * 0.01 for v in values]
 
     def receive(self, channel: Channel) -> Message:
         return [tensor.detach() for tensor in self.messages[channel]]
 
-    def send(self, channel: Channel, tensors: Iterable[torch.Tensor]) -> None:
+    def send(self, parts: Mapping[Channel, Sequence[torch.Tensor]]) -> None:
         pass
 
     def recycle(self, channel: Channel, message: Message) -> None:

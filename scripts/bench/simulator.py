@@ -258,14 +258,14 @@ def _ping(transport: Transport, rank: int, size: int) -> list[float]:
     tensor = torch.zeros(size // 4)
     times = []
     for _ in range(REPEATS):
-        transport.post(receives, values)
+        transport.post({receives: values})
         transport.barrier()
         begin = time.perf_counter()
         if rank == 0:
-            transport.send(sends, [tensor])
+            transport.send({sends: [tensor]})
         (got,) = transport.receive(receives)
         if rank == 1:
-            transport.send(sends, [got])
+            transport.send({sends: [got]})
         times.append((time.perf_counter() - begin) / 2)
     return times
 

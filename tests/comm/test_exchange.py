@@ -13,7 +13,7 @@ from processes import free_port, run_processes
 from torch import Tensor
 
 from pipedream.comm.exchange import ExchangeGroup
-from pipedream.comm.transport import PeerLost
+from pipedream.comm.messages import PeerLost
 
 RANKS, ROUNDS = 3, 60
 

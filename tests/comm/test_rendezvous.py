@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from listening import is_loopback, listening
 from processes import free_port, run_processes
 
+from pipedream.comm import communicators
+from pipedream.comm.communicators import Communicators, Use, among
+from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
-from pipedream.comm.transport import PeerLost, connect_group
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
@@ -62,9 +66,32 @@ def test_a_rank_that_goes_while_a_group_is_connected_is_lost(
     line that names the mistake stood a traceback of gloo's.
     """
 
-    def new_group(ranks: list[int]) -> None:
+    def new_group(ranks: list[int], timeout: timedelta, pg_options: None) -> None:
         raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    with pytest.raises(PeerLost, match=r"the ranks \[0, 1\] could not be connected"):
-        connect_group((1, 0))
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    monkeypatch.setattr(dist, "all_gather_object", lambda every, own: every.__setitem__(0, own))
+    monkeypatch.setattr(communicators, "_missing", lambda each, every: [])
+    try:
+        with pytest.raises(PeerLost, match=r"the ranks \[0, 1\] could not be connected"):
+            Communicators.connect([among((1, 0), Use.SUMS)], torch.device("cpu"), "gloo", 60.0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_group_gives_up_when_the_run_says() -> None:
+    """Groups had torch's half an hour, whatever the run's timeout."""
+    assert run_processes(_timeouts, 2, free_port()) == [[7.0, 7.0]] * 2
+
+
+def _timeouts(rank: int, ranks: int, port: int) -> list[float]:
+    from pipedream.comm.rendezvous import connect_store, join
+
+    rank_info, cpu = RankInfo(rank, ranks, rank, ranks, "127.0.0.1", port), torch.device("cpu")
+    join(rank_info, connect_store(rank_info, 60.0), "gloo", cpu, 7.0)
+    made = Communicators.connect([among(range(ranks), Use.SUMS)], cpu, "gloo", 7.0)
+    groups = (dist.group.WORLD, made.sums(range(ranks)))
+    return [each._get_backend(cpu).options._timeout.total_seconds() for each in groups]

@@ -16,8 +16,8 @@ from divided import BENCH, MODELS
 from efficiency import Same
 from torch import Tensor
 
-from pipedream.comm.buckets import StageGroups
 from pipedream.comm.rank_info import RankInfo
+from pipedream.comm.stage_groups import StageGroups
 from pipedream.comm.transport import Transport
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.plan import Plan
@@ -34,7 +34,6 @@ from pipedream.runtime.run.job import Job
 from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import links
 from pipedream.schedule.action import BACKWARDS, RECEIVES, Kind, StageLink
-from pipedream.schedule.channel import rank_links
 from pipedream.schedule.orders.interleaved import interleaved
 from pipedream.schedule.orders.named import round_of
 from pipedream.schedule.orders.passes import Pass, Round, needs
@@ -125,8 +124,7 @@ class Ours:
         job = Job(plan, MODELS[name].run, BENCH, folder / f"{plan.order}", schedule="flush")
         self.local = LocalModel(job, RankInfo(rank, 2, rank, 2, "127.0.0.1", 0))
         self.batch = self.local.examples.epoch(1).batch(0)
-        ways = rank_links(plan.rank_assignment, links(self.local.interfaces))
-        self.transport = Transport(torch.device("cpu"), "gloo", ways)
+        self.transport = Transport(torch.device("cpu"), "gloo")
         self.clocked: dict[str, Clocked] = defaultdict(Clocked)
         self.losses: list[float] = []
 

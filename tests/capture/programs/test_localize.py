@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from joint_models import Traced, traced_model
+from mesh_groups import mesh_groups
 from processes import free_port, run_processes
 from torch import Tensor
 
@@ -149,7 +150,8 @@ def train(rank: int, ranks: int, port: int, model: str) -> dict[Mesh, tuple[floa
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    groups = {mesh: MeshGroups(mesh, range(device_count(mesh))) for mesh in MESHES}
+    on_ranks = [(mesh, range(device_count(mesh))) for mesh in MESHES]
+    groups = dict(zip(MESHES, mesh_groups(on_ranks), strict=True))
     traced = traced_model(model)
     expected = plain_weights(traced)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
@@ -157,9 +159,10 @@ def train(rank: int, ranks: int, port: int, model: str) -> dict[Mesh, tuple[floa
     allowed = max(1e-12, *(3 * _off(varied[name], expected[name]) for name in shapes))
     found: dict[Mesh, tuple[float, float]] = {}
     for mesh in MESHES:
-        if groups[mesh].device is None:
+        own = groups[mesh]
+        if own is None:
             continue
-        stage = OnMesh(traced, assigned(traced, mesh, SHARDED[model]), groups[mesh])
+        stage = OnMesh(traced, assigned(traced, mesh, SHARDED[model]), own)
         share = _count(stage.weights) / _count(expected)
         for update in range(UPDATES):
             torch.manual_seed(update)

@@ -23,7 +23,8 @@ from training import chain_config
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.export import capture
-from pipedream.comm.buckets import make_groups
+from pipedream.comm.communicators import Communicators, for_messages
+from pipedream.comm.stage_groups import SummingRanks
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import OptimizerConfig
@@ -41,7 +42,7 @@ from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_forms import StageForms
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Kind
-from pipedream.schedule.channel import rank_links
+from pipedream.schedule.channel import team_links
 from pipedream.schedule.checker import check_ranks
 
 CPU = torch.device("cpu")
@@ -99,10 +100,13 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
     captured = captured_model(name)
     every = interfaces(captured, plan_of(captured, orders.schedule.spec.replicas))
     assignment = orders.assignment
-    taken = rank_links(assignment, links(every))
-    transport = Transport(CPU, "nccl" if again else "gloo", taken)
+    taken, backend = team_links(assignment, links(every)), "nccl" if again else "gloo"
+    summing = SummingRanks(assignment, rank, {})
+    wanted = [*summing.communicators(), *for_messages(taken, backend)]
+    communicators = Communicators.connect(wanted, CPU, backend, 60.0)
+    transport = Transport(CPU, backend, communicators.links)
     losses = dict[int, float]()
-    executors, groups = {}, make_groups(assignment, {})
+    executors, groups = {}, summing.groups(communicators)
     for interface in every:
         if rank in orders.ranks[interface.stage]:
             own = groups[interface.stage]

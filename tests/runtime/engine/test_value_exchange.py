@@ -86,11 +86,11 @@ class _Teams:
         self.known: dict[tuple[int, ...], object] = {}
 
     def of(self, mesh: Mesh, ranks: tuple[int, ...]) -> object:
-        from pipedream.comm.teams import make_team_groups
+        from mesh_groups import team_groups
 
         flat = (device_count(mesh),)
         if ranks not in self.known:
-            self.known[ranks] = make_team_groups(flat, [WorkerGroup(ranks)])
+            (self.known[ranks],) = team_groups([(flat, ranks)])
         return self.known[ranks]
 
 

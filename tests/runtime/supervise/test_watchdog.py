@@ -19,8 +19,8 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pipedream.capture.export import capture
+from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
-from pipedream.comm.transport import PeerLost
 from pipedream.graph.plan import write_plan
 from pipedream.runtime.supervise.launch import PEER_LOST
 from pipedream.runtime.supervise.watchdog import Watchdog

@@ -15,7 +15,7 @@ from training import chain_config
 
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture
-from pipedream.comm.buckets import StageGroups
+from pipedream.comm.stage_groups import StageGroups
 from pipedream.comm.transport import Transport
 from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime.data.reader import Batch

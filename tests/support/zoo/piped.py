@@ -6,7 +6,7 @@ Each stage has a copy of the model of its own, as it has in a run of several pro
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from pipedream.capture.captured import Captured, flatten_inputs
 from pipedream.capture.compute_settings import IN_FULL
 from pipedream.capture.export import capture
-from pipedream.comm.buckets import StageGroups, make_groups
+from pipedream.comm.communicators import Communicators
+from pipedream.comm.stage_groups import StageGroups, SummingRanks
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import RankAssignment
 from pipedream.runtime.data.order import Sizes
@@ -261,9 +262,9 @@ def _adopted(captured: Captured, model: nn.Module) -> Captured:
     return captured
 
 
-def _groups(assignment: RankAssignment, tied: Any) -> Sequence[StageGroups]:
+def _groups(assignment: RankAssignment, tied: Any) -> Mapping[int, StageGroups]:
     meet()
-    return make_groups(assignment, tied)
+    return SummingRanks(assignment, 0, tied).groups(Communicators({}, {}))
 
 
 def meet() -> None:
