@@ -2,7 +2,9 @@
 
 As in torch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3): parameters are in
 buckets in reverse order, which is about the order in which their gradients come, and a full bucket
-is sent while the others still fill. All replicas send the buckets in the same order.
+is sent while the others still fill. All replicas send the buckets in the same order, and those of
+several stages in the order of their stages: who waits for one sum may have begun no other that its
+peers begin later.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class Buckets:
             for names in _divide(parameters, most_bytes)
         ]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
-        self.begun = 0
+        self.full = self.begun = 0
+        self.turns = SumTurns([self])
 
     @contextmanager
     def filling(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
@@ -98,7 +101,8 @@ class Buckets:
         """
         if name in self.bucket_of:
             self.bucket_of[name].missing.discard(name)
-            self._begin(gradient)
+            self._fill(gradient)
+            self.turns.advance()
 
     def finish(self, gradients: dict[str, Tensor]) -> None:
         """Replaces this replica's `gradients` by the sums, which are valid until the next round.
@@ -108,18 +112,29 @@ class Buckets:
         """
         for bucket in self.buckets:
             bucket.missing.clear()
-        self._begin(gradients.get)
+        self._fill(gradients.get)
+        self.turns.advance()
         for bucket in self.buckets:
             assert bucket.sum is not None
             bucket.sum.wait()
             learned = bucket.learned()
             gradients.update((n, part) for n, part in bucket.views(self.parameters) if n in learned)
             bucket.missing, bucket.without, bucket.sum = set(bucket.names), set(), None
-        self.begun = 0
+        self.full = self.begun = 0
+        self.turns.end(self)
 
-    def _begin(self, gradient: Callable[[str], Tensor | None]) -> None:
-        """Sends the next buckets while they are full: in the same order on all replicas."""
-        for bucket in self.buckets[self.begun :]:
+    def begin(self) -> bool:
+        """Begins the sums of full buckets, in their order; returns whether all have begun. Raises
+        PeerLost.
+        """
+        for bucket in self.buckets[self.begun : self.full]:
+            bucket.sum = self.transport.begin_sum(bucket.flat, self.group)
+            self.begun += 1
+        return self.begun == len(self.buckets)
+
+    def _fill(self, gradient: Callable[[str], Tensor | None]) -> None:
+        """Copies gradients to the next buckets, while all of theirs are there."""
+        for bucket in self.buckets[self.full :]:
             if bucket.missing:
                 return
             bucket.counts.fill_(1)
@@ -131,8 +146,29 @@ class Buckets:
                     part.zero_()
                     bucket.counts[index] = 0
                     bucket.without.add(name)
-            bucket.sum = self.transport.begin_sum(bucket.flat, self.group)
-            self.begun += 1
+            self.full += 1
+
+
+class SumTurns:
+    """The order in which all sums of a rank begin in each round, the same on all its peers: those
+    of `every` in turn, as soon as they are full.
+    """
+
+    def __init__(self, every: Sequence[Buckets]) -> None:
+        self.every, self.at, self.left = every, 0, len(every)
+        for buckets in every:
+            buckets.turns = self
+
+    def advance(self) -> None:
+        """Begins what is full, up to the first that is not. Raises PeerLost."""
+        while self.at < len(self.every) and self.every[self.at].begin():
+            self.at += 1
+
+    def end(self, buckets: Buckets) -> None:
+        """Notes that the sums of a round of these are there."""
+        self.left -= 1
+        if not self.left:
+            self.at, self.left = 0, len(self.every)
 
 
 def _divide(parameters: Mapping[str, Tensor], most_bytes: int) -> list[list[str]]:

@@ -40,17 +40,19 @@ def updates_together(actions: Iterable[Action], workers: Collection[Worker]) -> 
 
 def sums_together(actions: Iterable[Action], workers: Collection[Worker]) -> list[Action]:
     """Moves what closes a round of these `workers`, all of a rank, behind the last backward pass of
-    the round: each ALL_REDUCE, in the order of the stages, and then the rest.
+    the round: each ALL_REDUCE, the latest stage first, and then the rest.
 
     A rank that waits for a sum has then nothing left to do that others wait for, and those with the
     same stages come to their sums in the same order, also one whose replica has no minibatch in the
-    round. Of stages that share a parameter all gradients are there. Only for a pipeline that is
-    empty after each round: no pass of the next one comes in between. The messages of a sum over
-    replicas are on their way since the gradients came, so it is not later for that.
+    round. It is about the order in which their gradients come, and the one in which ranks begin
+    these sums: one that began another first could wait for a peer that waits for it. Of stages that
+    share a parameter all gradients are there. Only for a pipeline that is empty after each round:
+    no pass of the next one comes in between. The messages of a sum over replicas are on their way
+    since the gradients came, so it is not later for that.
 
     For two workers that finish a round one after the other:
 
-        2B1 2AR0 2U0 0B1 0AR0 0U0     becomes     2B1 0B1 0AR0 2AR0 0U0 2U0
+        2B1 2AR0 2U0 0B1 0AR0 0U0     becomes     2B1 0B1 2AR0 0AR0 0U0 2U0
     """
     written: list[Action] = []
     closing: dict[Worker, deque[Action]] = {worker: deque() for worker in sorted(workers)}
@@ -61,7 +63,9 @@ def sums_together(actions: Iterable[Action], workers: Collection[Worker]) -> lis
         closing[action.stage, action.replica].append(action)
         if action.kind is Kind.UPDATE and all(closing.values()):
             whole = [ended for of_worker in closing.values() for ended in _to_update(of_worker)]
-            written += sorted(whole, key=lambda ended: ended.kind is not Kind.ALL_REDUCE)
+            sums = [ended for ended in whole if ended.kind is Kind.ALL_REDUCE]
+            written += sums[::-1]
+            written += [ended for ended in whole if ended.kind is not Kind.ALL_REDUCE]
     return written
 
 

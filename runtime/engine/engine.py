@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from pipedream.comm.buckets import SumTurns
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.transport import Transport
 from pipedream.graph.timeline import Event
@@ -35,6 +36,8 @@ class Engine:
         """Performs one segment. Raises PeerLost, naming the action that could not be done."""
         for executor in self.executors.values():
             executor.begin(data)
+        latest_first = sorted(self.executors.items(), reverse=True)  # as `closing.sums_together`
+        SumTurns([sums for _, executor in latest_first for sums in executor.buckets])
         self._perform(stream)
         self.transport.drain()
         for executor in self.executors.values():

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from pipedream.capture.loss import Loss
+from pipedream.comm.buckets import Buckets
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.transport import Transport
 from pipedream.graph.errors import UserError
@@ -91,6 +92,11 @@ class ForwardExecutor(ABC):
     def end(self) -> None:
         """Called at the end of a segment, when nothing is in flight."""
         assert not self.states
+
+    @property
+    def buckets(self) -> Sequence[Buckets]:
+        """Returns the sums of its gradients."""
+        return ()
 
     @property
     def table(self) -> Table:

@@ -159,7 +159,7 @@ def test_tied_stages_on_one_rank_add_up_together():
         checked(Orders.made(Schedule(spec, 4), orders.ranks))
     orders = Orders.made(Schedule(replace(spec, tied=(0, 2)), 4), orders.ranks)
     listed = [str(action) for action in orders.actions[0]]
-    assert listed[-4:] == ["0AR0/4@1", "2AR0/4@1", "0U0/4@1", "2U0/4@1"]
+    assert listed[-4:] == ["2AR0/4@1", "0AR0/4@1", "0U0/4@1", "2U0/4@1"]
     assert "at 0U0/4@1: update before its all-reduce" in swapped(orders, 0, *listed[-3:-1])
 
 
