@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from pipedream.comm.store_messages import broadcast
 from pipedream.graph.run_config import AsynchronousConfig
 from pipedream.runtime.checkpoint.saver import Saver
 from pipedream.runtime.engine.executor import Executor, Updates
+from pipedream.runtime.engine.first_passes import MadeUpMessages
 from pipedream.runtime.engine.wiring import Wiring
 from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.local.local_stage import LocalStage
@@ -30,7 +33,7 @@ from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.peak_memory import PeakMemory
 from pipedream.runtime.report.recording import Recorder
 from pipedream.runtime.run.training_segment import Position, whole_updates
-from pipedream.runtime.selfcheck.rehearsal import rehearse
+from pipedream.runtime.selfcheck.rehearsal import first_passes, rehearse
 from pipedream.runtime.supervise.graceful_stop import GracefulStop
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 from pipedream.runtime.supervise.watchdog import Watchdog
@@ -78,6 +81,10 @@ class RankContext:
             if stage.sharding is not None:
                 stage.sharding.groups = self.wiring.groups[stage.stage].team
         self.stepping = self._stepping()
+        if local.backend == "nccl":  # where a pass that is done first would wait for messages
+            self.say("at the first passes")
+            apart = replace(self.wiring, transport=MadeUpMessages(local.device))
+            first_passes(local, partial(self.executor, wiring=apart))
         if not (job.unchecked or job.restarted):
             self.say("at the self-check")
             rehearse(local, self.store, self.transport, self.executor)
@@ -97,10 +104,11 @@ class RankContext:
         weights: Weights,
         stepping: Updates,
         on_loss: Callable[[int, torch.Tensor], None],
+        wiring: Wiring | None = None,
     ) -> Executor:
         """Returns what trains a stage of this rank."""
         policy, config = self.local.job.policy, self.local.job.config
-        return self.wiring.executor(
+        return (wiring or self.wiring).executor(
             stage.stage,
             stage.stage_modules,
             self._loss,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -73,13 +74,14 @@ class LocalStage:
         self.parameters: dict[str, Parameter] = dict(self.module.named_parameters())
         buffers = self.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in captures.persistent}
-        self.optimizer = make_optimizer(
+        self.optimizer_of = partial(
+            make_optimizer,
             job.optimizer,
-            self.parameters,
-            captures.parameters,
-            self._is_divided,
+            names=captures.parameters,
+            is_divided=self._is_divided,
             fused=not self._has_copies_in_parts(tied),
         )
+        self.optimizer = self.optimizer_of(self.parameters)
 
     def _stage_module(self, captured: Captured) -> StageModule:
         plan, config = self.job.plan, self.job.config
@@ -149,6 +151,22 @@ class LocalStage:
             frozenset(counted) if self.replica == 0 or not together else (),
             team_sum,
         )
+
+    def step_once(self) -> None:
+        """Does a step with copies of the smallest parameters of each type and number of dimensions,
+        for what a GPU does when it first comes to one.
+        """
+        smallest: dict[object, tuple[str, Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            key = parameter.dtype, parameter.dim()
+            if not parameter.requires_grad:
+                continue
+            if key not in smallest or parameter.numel() < smallest[key][1].numel():
+                smallest[key] = name, parameter
+        copies = {name: Parameter(each.detach().clone()) for name, each in smallest.values()}
+        for copy in copies.values():
+            copy.grad = torch.zeros_like(copy)
+        self.optimizer_of(copies).step()
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:

@@ -7,15 +7,15 @@ gradients and buffers have to be those of the captured model in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from pipedream.capture.checks.equivalence import gradient_of, restore
+from pipedream.capture.checks.equivalence import gradient_of
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.comm.transport import Transport
@@ -24,6 +24,7 @@ from pipedream.graph.errors import UserError
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor, Updates
+from pipedream.runtime.engine.first_passes import do_once, unchanged_buffers
 from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.optim.gradient_sums import GradientSums
@@ -57,7 +58,7 @@ def rehearse(local: LocalModel, store: Store, transport: Transport, executor: Ex
     reference, rank_info = _reference(local), local.rank_info
     with ExitStack() as unchanged:
         for stage in local.stages:
-            unchanged.enter_context(_unchanged_buffers(stage))
+            unchanged.enter_context(unchanged_buffers(stage.module))
         for numbers in _rounds(local):
             batches = _Batches(local, numbers)
             key = f"self-check/{numbers[0]}"
@@ -69,6 +70,32 @@ def rehearse(local: LocalModel, store: Store, transport: Transport, executor: Ex
             worst = worst_of(expected, computed, f"rank {rank_info.rank}")
             _agree(rank_info, store, transport, key, worst)
     local.captures = None
+
+
+def first_passes(local: LocalModel, executor: ExecutorOf) -> None:
+    """Does each pass of this rank once, see `do_once`; `executor` makes what trains a stage of it,
+    with messages that are made up.
+    """
+    rounds = _rounds(local)
+    actions = Schedule(_spec(local, len(rounds[0])), len(rounds[0])).actions(*local.workers)
+    numbers = [own[0] for own in rounds]
+    local.rng.epoch = 0
+    with ExitStack() as unchanged:
+        for stage in local.stages:
+            unchanged.enter_context(unchanged_buffers(stage.module))
+        do_once(
+            {
+                stage.stage: executor(
+                    stage, Weights(stage.parameters), GradientSums(), lambda number, loss: None
+                )
+                for stage in local.stages
+            },
+            actions,
+            numbers,
+            _Batches(local, numbers),
+        )
+    for stage in local.stages:
+        stage.step_once()
 
 
 def _rounds(local: LocalModel) -> list[list[int]]:
@@ -193,16 +220,6 @@ def _figures(stage: LocalStage, gradients: GradientSums) -> dict[str, Fingerprin
         buffer = buffer if sharding is None else sharding.joined(name, buffer)
         figures[buffer_on(name, stage.replica)] = fingerprint(buffer)
     return figures
-
-
-@contextmanager
-def _unchanged_buffers(stage: LocalStage) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in stage.module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            restore(buffer, value)
 
 
 def _agree(
