@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.schedule.action import Action, Kind, Versions, Worker, show_worker
+from pipedream.schedule.operations import disorder
 from pipedream.schedule.policy import Peak
 from pipedream.schedule.schedule import Schedule
 
@@ -49,8 +50,13 @@ def check_actions(
 def check_ranks(
     schedule: Schedule, actions: Mapping[int, Sequence[Action]], assignment: RankAssignment
 ) -> dict[Worker, Peak]:
-    """Does what `check` does, for the lists of ranks, which may have several workers each."""
+    """Does what `check` does, for the lists of ranks, which may have several workers each; and
+    proves that ranks begin what they do together in one order (`operations`).
+    """
     workers = workers_by_rank(assignment)
+    problem = disorder(actions, assignment, schedule.spec.tied)
+    if problem is not None:
+        raise UnsoundError(problem)
     return _replayed(schedule, {tuple(workers[rank]): each for rank, each in actions.items()})
 
 

@@ -22,7 +22,8 @@ from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, uses
+from pipedream.schedule.action import Action, Kind, uses
+from pipedream.schedule.operations import closing
 
 
 class Updates(Protocol):
@@ -68,7 +69,7 @@ class Executor(ForwardExecutor):
         super().follow(actions, delays)
         used = uses(action for action in actions if not delays.get(action.minibatch))
         self.weights.expect({self.base + version: count for version, count in used.items()})
-        self.closing = _closing(actions)
+        self.closing = closing(actions)
         self.in_halves = any(action.kind is Kind.BACKWARD_INPUT for action in actions)
 
     def end(self) -> None:
@@ -268,15 +269,3 @@ class Executor(ForwardExecutor):
         updates = -(-action.divisor // self.per_update)
         number = self.base + action.version
         self.stepping.update(action.stage, number, self.weights, action.divisor, updates)
-
-
-def _closing(actions: Sequence[Action]) -> set[int]:
-    """Returns the minibatches whose backward pass is the last before an all-reduce."""
-    closing, last = set(), None
-    for action in actions:
-        if action.kind in ENDS_BACKWARD:
-            last = action.minibatch
-        elif action.kind is Kind.ALL_REDUCE and last is not None:
-            closing.add(last)
-            last = None
-    return closing

@@ -28,20 +28,32 @@ from pipedream.runtime.trainer import train
 _FIRST = RankInfo(0, 1, 0, 1, "", 0)
 
 
-def run_jobs(jobs: Sequence[Job], seconds: float | None = None) -> None:
+def run_jobs(
+    jobs: Sequence[Job],
+    seconds: float | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> None:
     """Trains each job; one of few workers on the first of the processes.
 
-    `seconds` to do it in: on an idle machine some jobs on meshes take twenty each.
+    `prepare` is called in the process that they are forked from. `seconds` to do it in: on an idle
+    machine some jobs on meshes take twenty each.
     """
     seconds = seconds or min(280.0, 60.0 + 40.0 * len(jobs))
     ports = [free_port() for _ in jobs]
-    run_processes(_capture_and_train, 1, jobs, ports, seconds, seconds=seconds)
+    run_processes(_capture_and_train, 1, jobs, ports, seconds, prepare, seconds=seconds)
 
 
 def _capture_and_train(
-    _: int, __: int, jobs: Sequence[Job], ports: Sequence[int], seconds: float
+    _: int,
+    __: int,
+    jobs: Sequence[Job],
+    ports: Sequence[int],
+    seconds: float,
+    prepare: Callable[[], None] | None,
 ) -> None:
     """Captures what all ranks would, and forks them."""
+    if prepare is not None:
+        prepare()
     most = max(job.plan.workers for job in jobs)
     with capturing_once() as capture_once:
         for job in jobs:
