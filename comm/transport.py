@@ -80,16 +80,19 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 class Transport:
-    """The messages of one rank. `links`: the groups that carry them with NCCL."""
+    """The messages of one rank. `links`: the groups that carry them with NCCL; then they are
+    queued, and a receive that waits holds up what is behind it.
+    """
 
     def __init__(self, device: torch.device, backend: str, links: TeamLinks = _NO_LINKS) -> None:
         self.device = device
-        self.staged = device if backend == "nccl" else torch.device("cpu")
+        self.is_queued = backend == "nccl"
+        self.staged = device if self.is_queued else torch.device("cpu")
         self.arriving: dict[Channel, deque[_Arriving]] = {}
         self.handed: dict[Channel, deque[Message]] = {}
         self.spare: dict[tuple[Channel, _Kind], list[Message]] = {}
         self.messages: Messages = (
-            QueuedMessages(links, device) if backend == "nccl" else TaggedMessages()
+            QueuedMessages(links, device) if self.is_queued else TaggedMessages()
         )
 
     def send(self, parts: Mapping[Channel, Sequence[torch.Tensor]]) -> None:

@@ -14,8 +14,10 @@ from pipedream.graph.timeline import Event
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.stages.partition import StageInterface
-from pipedream.schedule.action import RECEIVES, Action, Kind
-from pipedream.schedule.overlap import LOOK_AHEAD
+from pipedream.schedule.action import BACKWARDS, RECEIVES, Action, Kind
+from pipedream.schedule.overlap import FIRST_LOOK_AHEAD, LOOK_AHEAD
+
+_PASSES = BACKWARDS | {Kind.FORWARD}
 
 
 @dataclass
@@ -23,7 +25,8 @@ class Engine:
     """All stages of one rank: `executors[stage]` does the actions of its replica of that stage.
 
     `before` and `after` are called with every action. Sends and receives of all stages go through
-    the one `transport`, in the order of the list.
+    the one `transport`, in the order of the list. `seen`: the kinds of passes that were done, by
+    stage; those `to_come` are done with few receives posted.
     """
 
     executors: Mapping[int, ForwardExecutor]
@@ -31,6 +34,8 @@ class Engine:
     after: Callable[[Action], None] = lambda action: None
     before: Callable[[Action], None] = lambda action: None
     events: list[Event] = field(default_factory=list)
+    seen: set[tuple[int, Kind]] = field(default_factory=set)
+    to_come: set[tuple[int, Kind]] = field(default_factory=set)
 
     def run(self, stream: ActionStream, data: Minibatches) -> None:
         """Performs one segment. Raises PeerLost, naming the action that could not be done."""
@@ -47,9 +52,11 @@ class Engine:
         perform = {stage: executor.table for stage, executor in self.executors.items()}
         actions: Sequence[Action] = ()
         position = posted = 0
-        while (committed := stream.commit(position, LOOK_AHEAD)) > position:
+        self._look_out(stream.actions)
+        while (committed := stream.commit(position, self._look_ahead())) > position:
             if stream.actions is not actions:
                 actions = stream.actions  # the first of them may be done already
+                self._look_out(actions)
                 for stage, executor in self.executors.items():
                     own = [action for action in actions if action.stage == stage]
                     executor.follow(own, stream.delays)
@@ -65,7 +72,19 @@ class Engine:
                 where = f"at {action}, minibatch {action.minibatch}"
                 raise PeerLost(f"{error} ({where})", error.peer) from error
             self.events.append(Event(action, begin, time.perf_counter()))
+            if self.to_come:
+                self.seen.add((action.stage, action.kind))
+                self.to_come.discard((action.stage, action.kind))
             self.after(action)
+
+    def _look_out(self, actions: Sequence[Action]) -> None:
+        """Notes which kinds of passes are yet to be done a first time."""
+        if self.transport.is_queued:
+            passes = {(action.stage, action.kind) for action in actions if action.kind in _PASSES}
+            self.to_come = passes - self.seen
+
+    def _look_ahead(self) -> int:
+        return FIRST_LOOK_AHEAD if self.to_come else LOOK_AHEAD
 
 
 def minibatches_read(

@@ -133,7 +133,7 @@ def call(program: str, *arguments: object) -> None:
 class Still:
     """A transport that brings at once what the stage needs, and sends nothing."""
 
-    device = torch.device("cpu")
+    device, is_queued = torch.device("cpu"), False
 
     def __init__(self) -> None:
         self.messages: dict[Channel, Message] = {}

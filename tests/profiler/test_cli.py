@@ -340,13 +340,18 @@ def test_as_installed_from_the_users_folder(tmp_path: Path) -> None:
 def test_a_fake_model_is_measured_a_node_at_a_time(run: Run, tmp_path: Path) -> None:
     small = ["--arg", "num_classes=5", "--input", "3x32x32", "--batch-size", "2", "--repeats", "2"]
     code, _, err = run("torchvision:resnet18", *small, "--meta", "-o", "bare")
-    assert (code, err) == (0, ""), err
+    assert (code, but_progress(err)) == (0, "")
     assert run("torchvision:resnet18", *small, "-o", "real")[0] == 0
     bare, real = (read_profile(tmp_path / name / "profile.json") for name in ("bare", "real"))
     assert bare.graph_fingerprint == real.graph_fingerprint
     assert [n.saved_bytes for n in bare.nodes] == [n.saved_bytes for n in real.nodes]
     assert bare.stretches == ()
     assert real.stretches
+
+
+def but_progress(error: str) -> str:
+    """Without what is said now and then on a machine that is busy with more than this."""
+    return "".join(line for line in error.splitlines(True) if not re.search(r" after \d+ s$", line))
 
 
 def with_contention(folder: Path, model: str) -> Done:
@@ -365,7 +370,7 @@ def test_others_are_at_work_meanwhile_and_gone_afterwards(tmp_path: Path) -> Non
         "    return torch.nn.Linear(3, 3)\n"
     )
     done = with_contention(tmp_path, "beside:net")
-    assert (done.code, done.error) == (0, ""), done.error
+    assert (done.code, but_progress(done.error)) == (0, "")
     assert "2 workers at once" in done.out
     assert read_profile(tmp_path / "out/profile.json").machine.workers == 2
     seen = [int(path.name.partition("-")[2]) for path in tmp_path.glob("seen-*")]
