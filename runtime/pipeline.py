@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +25,9 @@ from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, read_plan, workers_by_rank
 from pipedream.runtime.engine.engine import Engine
+from pipedream.runtime.engine.executor import Executor
+from pipedream.runtime.engine.first_passes import MadeUpMessages, do_once, unchanged_buffers
+from pipedream.runtime.engine.forward import Minibatches
 from pipedream.runtime.engine.wiring import Wiring
 from pipedream.runtime.loop.agreement import Agreement, check_precision
 from pipedream.runtime.loop.evaluation import MinibatchEvaluation
@@ -38,6 +42,7 @@ from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.selfcheck.first_call import compare, expect
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_forms import Call, CapturedStages
+from pipedream.schedule.action import Action
 from pipedream.schedule.schedule import Schedule
 
 Order = Literal["flush", "gpipe"]
@@ -244,31 +249,67 @@ class Pipeline:
         expected = expect(staged, data, self.weighted_loss) if self.checked and first else None
         sums = {stage: GradientSums() for stage in self.stages}
         losses: dict[int, Tensor] = {}
-        parameters = {stage: staged.parameters(stage) for stage in self.stages}
-        executors = {
-            stage: wiring.executor(
-                stage,
-                staged.forms_of(stage, minibatch.calls),
-                self.weighted_loss,
-                Weights(parameters[stage]),
-                sums[stage],
-                losses.__setitem__,
-            )
-            for stage in self.stages
-        }
+        executors = self._executors(staged, minibatch, wiring, sums, losses)
         actions = Schedule(staged.spec, count).actions(*self.workers)
         with self.rng.apart():
+            if self.backend == "nccl":
+                self._pass_first(staged, minibatch, actions, data)
             stream = ActionStream(TrainingSegment(0, count), actions)
-            Engine(executors, wiring.transport).run(stream, data)
+            Engine(executors, wiring.transport, seen=staged.seen).run(stream, data)
         if expected is not None:
             gradients = [own.gradients for own in sums.values()]
             compare(expected, staged, self.workers, losses, gradients)
         loss = wiring.total(each.double() / count for each in losses.values())
+        parameters = {stage: staged.parameters(stage) for stage in self.stages}
         return loss, [
             (parameters[stage][name], gradient)
             for stage in self.stages
             for name, gradient in sums[stage].gradients.items()
         ]
+
+    def _executors(
+        self,
+        staged: StagedModel,
+        minibatch: SplitMinibatch,
+        wiring: Wiring,
+        sums: Mapping[int, GradientSums],
+        losses: dict[int, Tensor],
+    ) -> dict[int, Executor]:
+        return {
+            stage: wiring.executor(
+                stage,
+                staged.forms_of(stage, minibatch.calls),
+                self.weighted_loss,
+                Weights(staged.parameters(stage)),
+                sums[stage],
+                losses.__setitem__,
+            )
+            for stage in self.stages
+        }
+
+    def _pass_first(
+        self,
+        staged: StagedModel,
+        minibatch: SplitMinibatch,
+        actions: Sequence[Action],
+        data: Minibatches,
+    ) -> None:
+        """Does the passes of microbatches of new kinds once before they exchange messages."""
+        new = {
+            call.kind: number
+            for number, call in enumerate(minibatch.calls)
+            if call.kind not in staged.passed
+        }
+        apart = replace(self._wiring(staged), transport=MadeUpMessages(self.device))
+        sums = {stage: GradientSums() for stage in self.stages}
+        executors = self._executors(staged, minibatch, apart, sums, {})
+        with ExitStack() as unchanged:
+            for stage in self.stages:
+                unchanged.enter_context(
+                    unchanged_buffers(staged.forms.originals[stage].piece.module)
+                )
+            do_once(executors, actions, new.values(), data)
+        staged.passed.update(new)
 
     @torch.no_grad()
     def _evaluation(self, minibatch: SplitMinibatch) -> MinibatchEvaluation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -14,19 +14,23 @@ from pipedream.capture.checks.equivalence import as_double
 from pipedream.graph.choices import ScheduleName
 from pipedream.runtime.stages.partition import holds_first, interfaces, links, tied
 from pipedream.runtime.stages.stage_forms import Call, CapturedStages, StageForms
-from pipedream.schedule.action import Worker
+from pipedream.runtime.stages.stage_forms import Kind as CallKind
+from pipedream.schedule.action import Kind, Worker
 from pipedream.schedule.spec import PipelineSpec
 
 
 @dataclass(eq=False)
 class StagedModel:
     """The model in one state. `forms`: this rank's stages, of which at least one form is there.
-    Their parameters and buffers are those of the model.
+    Their parameters and buffers are those of the model. `passed`: the kinds of calls whose passes
+    were done before; `seen`: the kinds of passes that the engine has done.
     """
 
     forms: CapturedStages
     schedule: ScheduleName
     microbatches: int
+    passed: set[CallKind] = field(default_factory=set)
+    seen: set[tuple[int, Kind]] = field(default_factory=set)
 
     @property
     def captured(self) -> Captured:

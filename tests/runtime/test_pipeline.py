@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import small_models
+import strict_nccl
 import torch
 from order_runs import plan_of
 from plans import cut, make_plan
@@ -103,6 +104,24 @@ def test_a_loop_learns_what_the_plain_model_would(name: str, replicas: tuple[int
         assert tried == pytest.approx(expected[2], abs=1e-12)
         for key, tensor in expected[3].items():
             torch.testing.assert_close(torch.from_numpy(weights[key]), tensor, rtol=0, atol=1e-10)
+
+
+def _train_as_with_nccl(*args: Any) -> Any:
+    strict_nccl.install()
+    return _train(*args)
+
+
+@pytest.mark.slow
+def test_a_loop_does_not_hang_in_the_order_that_nccl_has() -> None:
+    """Passes that are done first leave buffers as they were."""
+    plan = _plan("Averaging", (2, 1))
+    gloo, nccl = (
+        run_processes(train, 3, "Averaging", plan, free_port())
+        for train in (_train, _train_as_with_nccl)
+    )
+    for one, other in zip(gloo, nccl, strict=True):
+        assert one[:3] == other[:3]
+        assert all((one[3][name] == other[3][name]).all() for name in one[3])
 
 
 @pytest.mark.thorough

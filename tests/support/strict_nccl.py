@@ -162,6 +162,7 @@ class Strict(dist.ProcessGroup):
 
 def install(streams: int | None = None) -> None:
     """In a process that is then forked into ranks."""
+    from pipedream.runtime import pipeline
     from pipedream.runtime.local import local_model
 
     dist.Backend.register_backend(
@@ -186,4 +187,5 @@ def install(streams: int | None = None) -> None:
     dist.batch_isend_irecv = batch  # type: ignore[assignment]
     dist.is_nccl_available = lambda: False
     torch.cuda.nccl.version = lambda: (0, 0)  # asked for by torch's checkpoints
-    local_model.choose_device = lambda name, info: (torch.device("cpu"), "nccl")
+    for module in (local_model, pipeline):
+        module.choose_device = lambda name, info: (torch.device("cpu"), "nccl")
