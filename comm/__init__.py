@@ -1,9 +1,10 @@
 """Rendezvous, point-to-point messages and all-reduce between processes.
 
 `rank_info` reads what torchrun, mpirun or srun says of this process; `rendezvous` joins it with the
-others. `transport` carries the tensors between stages, `buckets` adds up gradients,
+others, who then make their `communicators`. `transport` carries the tensors between stages, by
+`messages`; `buckets` adds up gradients over the ranks that `stage_groups` and `teams` say.
 `redistribute` changes how the ranks of a mesh hold a tensor, which they send each other by
-`exchange`, through `shared_memory` on one host; `teams` has the groups that it needs;
+`exchange`, through `shared_memory` on one host;
 `store_messages` carries small values; `memory` says how much a device has left. Begin with
 `transport`.
 """
