@@ -92,7 +92,7 @@ def sampled(pipelines: Iterator[Orders], every: int) -> list[Orders]:
 GPUS = {
     "hosts that connect": Gpu(),
     "a pool of 32 streams": Gpu(streams=32),
-    "32 queues": Gpu(streams=32, queues=33),
+    "32 queues": Gpu(streams=32, queues=32),
 }
 
 
