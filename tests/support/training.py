@@ -115,13 +115,19 @@ def capturing_once() -> Iterator[Callable[..., Captures]]:
 
     with (
         patch.object(local_model, "capture_all", captures),
-        patch.object(local_captures, "_check", partial(_in_a_fork, local_captures._check)),
+        patch.object(
+            local_captures, "_check", partial(_in_a_fork, os.getpid(), local_captures._check)
+        ),
     ):
         yield captures
 
 
-def _in_a_fork(check: Callable[..., Tolerance | None], *args: Any) -> Tolerance | None:
-    """A process that has gone backward with a torch for CUDA has no forks that can."""
+def _in_a_fork(parent: int, check: Callable[..., Tolerance | None], *args: Any) -> Tolerance | None:
+    """In the process that ranks are forked from: with a torch for CUDA, forks of one that has gone
+    backward cannot.
+    """
+    if os.getpid() != parent:
+        return check(*args)
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
     if not os.fork():
         try:
