@@ -312,7 +312,7 @@ def _busy_shares(rank: int, ranks: int, port: int) -> list[float]:
 
     rank_info, device = RankInfo(rank, ranks, rank, ranks, "127.0.0.1", port), torch.device("cpu")
     join(rank_info, connect_store(rank_info, 60.0), "gloo", device, 60.0)
-    wire = Wire(device, "gloo", [(0, 1)], [(0, 1)])
+    wire = Wire(device, "gloo", [(0, 1)], [(0, 1)], 60.0)
 
     clock = _Clock()
 
