@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedream.comm.copies import copy_all
 from pipedream.comm.transport import Sum, Transport
 from pipedream.schedule.overlap import BUCKET_BYTES
 
@@ -45,6 +46,20 @@ class _Bucket:
             return set(self.names)
         counted = zip(self.names, self.counts.abs().tolist(), strict=True)
         return {name for name, count in counted if count}
+
+    def fill(self, gradient: Callable[[str], Tensor | None], like: Mapping[str, Tensor]) -> None:
+        """Copies the gradients of this replica, in the shapes of `like`."""
+        self.counts.fill_(1)
+        copied = []
+        for index, (name, part) in enumerate(self.views(like)):
+            my_gradient = gradient(name)
+            if my_gradient is not None:
+                copied.append((part, my_gradient))
+            else:
+                part.zero_()
+                self.counts[index] = 0
+                self.without.add(name)
+        copy_all(copied)
 
     def views(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         sizes = [like[name].numel() for name in self.names]
@@ -137,15 +152,7 @@ class Buckets:
         for bucket in self.buckets[self.full :]:
             if bucket.missing:
                 return
-            bucket.counts.fill_(1)
-            for index, (name, part) in enumerate(bucket.views(self.parameters)):
-                my_gradient = gradient(name)
-                if my_gradient is not None:
-                    part.copy_(my_gradient)
-                else:
-                    part.zero_()
-                    bucket.counts[index] = 0
-                    bucket.without.add(name)
+            bucket.fill(gradient, self.parameters)
             self.full += 1
 
 

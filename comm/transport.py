@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
+from pipedream.comm.copies import copy_all
 from pipedream.comm.messages import (
     Message,
     Messages,
@@ -174,8 +175,7 @@ class Transport:
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
             self.begin_sum(flat, group).wait()
             parts = torch.split(flat, [tensor.numel() for tensor in same])
-            for tensor, part in zip(same, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+            copy_all((t, part.view_as(t)) for t, part in zip(same, parts, strict=True))
 
     def average(self, buffers: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
         """Replaces batch-norm statistics and the like by their mean over the replicas."""
@@ -183,8 +183,8 @@ class Transport:
             return
         sums = [buffer.to(_exact(buffer.dtype)) for buffer in buffers]
         self.add_up(sums, group)
-        for buffer, sum_ in zip(buffers, sums, strict=True):
-            buffer.copy_(sum_ / dist.get_world_size(group))  # counts stay whole numbers
+        means = torch._foreach_div(sums, dist.get_world_size(group))
+        copy_all(zip(buffers, means, strict=True))  # counts stay whole numbers
 
     def begin_sum(self, flat: torch.Tensor, group: dist.ProcessGroup | None) -> Sum:
         """Begins to replace `flat` by its sum over the group. Raises PeerLost."""

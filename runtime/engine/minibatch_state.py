@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipedream.capture.segment import Segment
+from pipedream.comm.copies import copy_all
 from pipedream.comm.messages import Message
 from pipedream.runtime.engine.passes import Passes
 from pipedream.runtime.optim.weights import Version
@@ -53,7 +54,9 @@ class Recomputation:
     @staticmethod
     def before(piece: Segment, inputs: Mapping[str, Tensor]) -> Recomputation:
         """To be called right before the forward pass, which may then write its buffers."""
-        buffers = {name: piece.module.get_buffer(name).clone() for name in piece.written_buffers}
+        written = {name: piece.module.get_buffer(name) for name in piece.written_buffers}
+        buffers = {name: torch.empty_like(buffer) for name, buffer in written.items()}
+        copy_all((buffers[name], buffer) for name, buffer in written.items())
         return Recomputation(inputs, buffers)
 
     def run(self, passes: Passes, tensors: Mapping[str, Tensor]) -> None:

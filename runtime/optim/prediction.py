@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipedream.comm.copies import copy_all
+
 LAST_STEP = "last_step"
 """Its name in the optimizer's state, so that a checkpoint keeps it for each parameter."""
 
@@ -70,9 +72,10 @@ class Prediction:
         for parameter in self.parameters.values():
             last = self._step(parameter)
             if last is not None:
-                self.stood[parameter] = last.copy_(parameter.data)
+                self.stood[parameter] = last
             elif parameter.grad is not None:
-                self.stood[parameter] = parameter.data.clone()
+                self.stood[parameter] = torch.empty_like(parameter.data)
+        copy_all((stood, parameter.data) for parameter, stood in self.stood.items())
 
     def _after(self, *_: object) -> None:
         for parameter, stood in self.stood.items():

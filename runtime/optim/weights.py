@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pipedream.comm.copies import copy_all
 from pipedream.runtime.optim.prediction import Prediction
 
 
@@ -130,9 +131,8 @@ class Weights:
         """Returns the mean gradients of the round, a sum of `divisor`; the next round begins."""
         summed, self.gradients = self.gradients, {}
         gradients = {name: summed[name] for name in self.parameters if name in summed}
-        if divisor > 1:
-            for gradient in gradients.values():
-                gradient.div_(divisor)
+        if divisor > 1 and gradients:
+            torch._foreach_div_(list(gradients.values()), divisor)
         return gradients
 
     def update(
@@ -155,10 +155,13 @@ class Weights:
     def _move(self) -> None:
         """Gives the parameters memory of their own; their old memory stays with the old version."""
         memory = self.spare.pop() if self.spare else {}
+        fresh = {
+            name: memory[name].detach() if name in memory else torch.empty_like(parameter.data)
+            for name, parameter in self.parameters.items()
+        }
+        copy_all((fresh[name], parameter.data) for name, parameter in self.parameters.items())
         for name, parameter in self.parameters.items():
-            old = parameter.data
-            fresh = memory[name].detach() if name in memory else torch.empty_like(old)
-            parameter.data = fresh.copy_(old)
+            parameter.data = fresh[name]
 
     def _snapshot(self) -> dict[str, torch.Tensor]:
         """Leaves of the autograd graph over the parameters' present memory.

@@ -135,3 +135,29 @@ def test_before_the_first_update_nothing_is_predicted() -> None:
     prediction = Prediction(torch.optim.Adam([parameter]), {"w": parameter})
     weights = Weights({"w": parameter}, prediction=prediction)
     assert weights.acquire(0, ahead=2).tensors["w"].item() == 1.0
+
+
+def test_a_new_version_is_copied_at_once_and_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor was a kernel of its own."""
+    calls = []
+    copy = torch._foreach_copy_
+
+    def counted(targets: list[Tensor], sources: list[Tensor]) -> None:
+        calls.append(len(targets))
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.complex64]
+    parameters = {
+        f"p{n}": nn.Parameter(torch.randn(3, 5, dtype=t).t()) for n, t in enumerate(dtypes)
+    }
+    weights = Weights(parameters)
+    weights.expect({0: 1})
+    old = weights.acquire(0)
+    memory = {name: tensor.data_ptr() for name, tensor in old.tensors.items()}
+    weights.update({}, lambda: None, 1)
+    assert calls == [2, 1, 1]
+    for name, tensor in weights.current.tensors.items():
+        assert torch.equal(tensor, old.tensors[name])
+        assert tensor.stride() == old.tensors[name].stride()
+        assert tensor.data_ptr() != memory[name] == old.tensors[name].data_ptr()
