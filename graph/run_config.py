@@ -234,9 +234,13 @@ class RunConfig(ArtifactModel):
     @property
     def watches_norm(self) -> bool:
         """Tells whether updates need the norm of the gradients, to clip or to check them."""
+        return self.clip_norm is not None or self.leaves_out
+
+    @property
+    def leaves_out(self) -> bool:
+        """Tells whether an update is left out if its gradients are not finite."""
         searched = self.autocast == "float16" and self.loss_scale is None
-        scales = searched or self.loss_scale not in (None, 1.0)
-        return self.clip_norm is not None or self.nan == "skip" or scales
+        return self.nan == "skip" or searched or self.loss_scale not in (None, 1.0)
 
     @field_validator("held_out_metrics")
     @classmethod

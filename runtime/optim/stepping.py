@@ -75,6 +75,16 @@ def scale_of(config: RunConfig) -> Scale:
     return Scale(config.autocast == "float16", config.loss_scale)
 
 
+@dataclass(frozen=True)
+class Norm:
+    """Of gradients that are clipped together: its `value`, one float64 on their device. `finite`:
+    whether it is; True if nobody has looked, since a look at a GPU waits for all it has to do.
+    """
+
+    value: Tensor
+    finite: bool = True
+
+
 @dataclass(eq=False)
 class StageStepping:
     """The steps of one stage's optimizer.
@@ -98,17 +108,15 @@ class StageStepping:
             if name in self.counted:
                 total += torch.linalg.vector_norm(gradient).double().square()
 
-    def step(self, gradients: Mapping[str, Tensor], norm: float, updates: int) -> None:
+    def step(self, gradients: Mapping[str, Tensor], norm: Norm | None, updates: int) -> None:
         """Makes one step with these gradients, which are those of the parameters.
 
-        `norm`: of all gradients that are clipped together; if it is not finite the step is left
-        out. The learning rate scheduler counts it as `updates`.
+        `norm`: of all gradients that are clipped together, if it is watched; one that is known not
+        to be finite has the step left out. The learning rate scheduler counts it as `updates`.
         """
-        if math.isfinite(norm):
-            most = self.config.clip_norm
-            if most is not None and norm > most and gradients:
-                # As torch.nn.utils.clip_grad_norm_ does it.
-                torch._foreach_mul_(list(gradients.values()), most / (norm + 1e-6))
+        if norm is None or norm.finite:
+            if norm is not None and self.config.clip_norm is not None:
+                _clip(gradients.values(), norm.value, self.config.clip_norm)
             self._step()
         else:
             self.skipped += 1
@@ -128,6 +136,18 @@ class StageStepping:
             ) from error
 
 
+def _clip(gradients: Collection[Tensor], norm: Tensor, most: float) -> None:
+    """Scales the gradients in place to a norm of `most`, if it is more, as
+    torch.nn.utils.clip_grad_norm_ does: without a look at the norm. One that is not finite leaves
+    gradients that are not, and then a loss.
+    """
+    within = torch.ones_like(norm)
+    factor = within.where(norm <= most, torch.full_like(norm, most) / (norm + 1e-6))
+    for dtype in {gradient.dtype for gradient in gradients}:
+        same = [gradient for gradient in gradients if gradient.dtype == dtype]
+        torch._foreach_mul_(same, factor.to(dtype)[0])
+
+
 class Stepping:
     """The updates of all stages of a rank.
 
@@ -145,9 +165,9 @@ class Stepping:
     ) -> None:
         self.stages, self.losses, self.add_up = stages, losses, add_up
         self.scale = scale_of(config)
-        self.watches = config.watches_norm
+        self.watches, self.leaves_out = config.watches_norm, config.leaves_out
         self.agreed: dict[int, Mapping[str, Tensor]] = {}
-        self.norm = 0.0
+        self.norm: Norm | None = None
 
     @property
     def rate(self) -> LearningRate:
@@ -176,7 +196,7 @@ class Stepping:
         stepping, gradients, norm = self.stages[stage], self.agreed.pop(stage, None), self.norm
         if gradients is None:
             gradients = self._mean_gradients(weights, divisor)
-            norm = self._norm_of_stage(stage, gradients) if self.watches else 0.0
+            norm = self._norm_of_stage(stage, gradients) if self.watches else None
         weights.update(gradients, lambda: stepping.step(gradients, norm, updates), number)
 
     def _mean_gradients(self, weights: Weights, divisor: int) -> Mapping[str, Tensor]:
@@ -193,16 +213,21 @@ class Stepping:
             self.stages[stage].add_squares(each, squares)
         return squares
 
-    def _norm_of_stage(self, stage: int, gradients: Mapping[str, Tensor]) -> float:
+    def _norm_of_stage(self, stage: int, gradients: Mapping[str, Tensor]) -> Norm:
         squares = self._squares({stage: gradients})
         self.stages[stage].team_sum(squares)
         return self._norm(squares)
 
-    def _norm(self, squares: Tensor) -> float:
-        """Returns their root, of which the loss scale takes note."""
-        norm = float(squares.sqrt())
-        self.scale.note(math.isfinite(norm))
-        return norm
+    def _norm(self, squares: Tensor) -> Norm:
+        """Returns their root. Where an update may be left out, the host waits for it, and the loss
+        scale takes note.
+        """
+        norm = squares.sqrt()
+        if not self.leaves_out:
+            return Norm(norm)
+        finite = math.isfinite(norm.item())
+        self.scale.note(finite)
+        return Norm(norm, finite)
 
     def note(self, loss: Tensor) -> None:
         """Called with the loss of a minibatch, on the rank that has computed it."""

@@ -189,7 +189,7 @@ class Part:
 
     def step(self) -> None:
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        self.stepping.stages[0].step(gradients, norm=0.0, updates=1)
+        self.stepping.stages[0].step(gradients, norm=None, updates=1)
 
 
 def train_parts(parts: Sequence[Part], batches: Sequence[Any], ends: bool) -> list[float]:
