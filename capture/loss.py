@@ -88,13 +88,15 @@ def _scalar(value: Any, what: str) -> Tensor:
     return value
 
 
-def accuracy(output: Any, target: Any) -> tuple[int, int] | None:
-    """Returns (correct, total) for logits [..., classes] and targets [...], else None."""
+def accuracy(output: Any, target: Any) -> tuple[Tensor, int] | None:
+    """Returns (correct, total) for logits [..., classes] and targets [...], else None; the first is
+    a scalar where these are, which nobody has looked at.
+    """
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     if target.is_floating_point() or output.shape[:-1] != target.shape:
         return None
-    return int((output.argmax(-1) == target).sum()), target.numel()
+    return (output.argmax(-1) == target).sum(), target.numel()
 
 
 def load_metrics(named: Mapping[str, str], directory: Path) -> dict[str, Metric]:

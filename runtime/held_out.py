@@ -96,7 +96,7 @@ def evaluate(
             with blaming_modules(config.model.source, model):
                 output = model(*batch.inputs)
             totals.add_outputs(output, batch.target, len(batch.inputs[0]), loss, metrics)
-    return EvaluationTotals.result([astuple(totals)])
+    return EvaluationTotals.result([astuple(totals.looked_at())])
 
 
 def _step_metric_scheduler(context: RankContext, key: str) -> None:

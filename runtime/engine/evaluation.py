@@ -8,7 +8,7 @@ last minibatch has what is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -41,25 +41,26 @@ Evaluator = TypeVar("Evaluator", bound="EvaluationExecutor")
 @dataclass
 class EvaluationTotals:
     """Summed losses of some examples, how many of their `predictions` were `right`, and by name the
-    sums of the user's `metrics` and of how many values.
+    sums of the user's `metrics` and of how many values. What is added up on a device stays there
+    until `looked_at`.
     """
 
-    loss: float = 0.0
+    loss: float | Tensor = 0.0
     examples: int = 0
-    right: int = 0
+    right: int | Tensor = 0
     predictions: int = 0
     metrics: dict[str, Sequence[float]] = field(default_factory=dict)
 
     def add(
         self,
-        loss: float,
+        loss: float | Tensor,
         examples: int,
-        hit: tuple[int, int] | None,
+        hit: tuple[int | Tensor, int] | None,
         metrics: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         """Adds `examples` with this mean loss, and how many of how many predictions were right."""
         self.metrics = _added([self.metrics, metrics or {}])
-        self.loss += loss * examples
+        self.loss = self.loss + loss * examples
         self.examples += examples
         if hit:
             self.right, self.predictions = self.right + hit[0], self.predictions + hit[1]
@@ -75,8 +76,12 @@ class EvaluationTotals:
         metrics: Mapping[str, Metric],
     ) -> None:
         """Adds what the model returns for so many examples."""
-        mean, hit = loss(output, target).item(), accuracy(output, target)
+        mean, hit = loss(output, target).double(), accuracy(output, target)
         self.add(mean, examples, hit, {name: of(output, target) for name, of in metrics.items()})
+
+    def looked_at(self) -> EvaluationTotals:
+        """Returns them as numbers, for which a GPU is waited for."""
+        return replace(self, loss=float(self.loss), right=int(self.right))
 
     @staticmethod
     def result(of_ranks: Iterable[Sequence[Any]]) -> dict[str, float]:
@@ -233,4 +238,4 @@ class Evaluation:
         stream = ActionStream(TrainingSegment(0, len(self.sizes)), self.actions)
         with torch.no_grad():
             Engine(executors, transport).run(stream, data)
-        return totals, list(executors.values())
+        return totals.looked_at(), list(executors.values())

@@ -86,6 +86,7 @@ class OneRank:
     autocast: str | None = None
     backend: str | None = None
     scale: float = 1.0
+    clip_norm: float | None = None
     varying: bool = False
     group: Any = None
     transport: Transport = field(default_factory=lambda: Transport(CPU, "gloo"))
@@ -133,10 +134,11 @@ class OneRank:
 
     def _executor(self, stage: int, stage_module: StageModule) -> Executor:
         parameters = dict(stage_module.piece.module.named_parameters())
-        config = chain_config(OPTIMIZER).model_copy(update={"loss_scale": self.scale})
+        changes = {"loss_scale": self.scale, "clip_norm": self.clip_norm}
+        config = chain_config(OPTIMIZER).model_copy(update=changes)
         optimizer = make_optimizer(OPTIMIZER, parameters)
         rate = LearningRate(None, optimizer, Path())
-        steps = StageStepping(optimizer, parameters, config, rate, ())
+        steps = StageStepping(optimizer, parameters, config, rate, parameters)
         return Executor(
             stage_modules=self._choice(stage, stage_module),
             weights=Weights(parameters),

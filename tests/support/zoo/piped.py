@@ -214,7 +214,8 @@ class Pipelined:
             stream = ActionStream(TrainingSegment(0, 1), actions)
             Engine(executors, self.transport).run(stream, Microbatches([call]))
             self.learned.outputs.append(self.given)
-            self.learned.losses.append(executors[len(executors) - 1].totals.loss / size)
+            totals = executors[len(executors) - 1].totals.looked_at()
+            self.learned.losses.append(float(totals.loss) / size)
         self._keep()
         return self.learned
 
