@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.copies import copy_all
+from pipedream.comm.device.copies import copy_all
 from pipedream.comm.transport import Sum, Transport
 from pipedream.schedule.overlap import BUCKET_BYTES
 

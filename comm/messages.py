@@ -7,7 +7,6 @@ only enqueues them, on the queue that each communicator has.
 from __future__ import annotations
 
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
+from pipedream.comm.device.threads import start_thread
 from pipedream.schedule.channel import Channel, TeamLink
 
 Message: TypeAlias = list[torch.Tensor]
@@ -113,7 +113,8 @@ class TaggedMessages:
     the same peer. Another waits for what was sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.failure: PeerLost | None = None
         self._start()
 
@@ -121,11 +122,9 @@ class TaggedMessages:
         self.waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.outgoing: queue.SimpleQueue[tuple[list[Any], Parts] | None] = queue.SimpleQueue()
         self.threads = [
-            threading.Thread(target=self._reap, name="sent", daemon=True),
-            threading.Thread(target=self._begin, name="messages", daemon=True),
+            start_thread(self._reap, "sent", self.device),
+            start_thread(self._begin, "messages", self.device),
         ]
-        for thread in self.threads:
-            thread.start()
 
     def send(self, parts: Parts) -> None:
         self._do(lambda: self._send(parts))

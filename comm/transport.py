@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from pipedream.comm.copies import copy_all
+from pipedream.comm.device.copies import copy_all
 from pipedream.comm.messages import (
     Message,
     Messages,
@@ -93,7 +93,7 @@ class Transport:
         self.handed: dict[Channel, deque[Message]] = {}
         self.spare: dict[tuple[Channel, _Kind], list[Message]] = {}
         self.messages: Messages = (
-            QueuedMessages(links, device) if self.is_queued else TaggedMessages()
+            QueuedMessages(links, device) if self.is_queued else TaggedMessages(device)
         )
 
     def send(self, parts: Mapping[Channel, Sequence[torch.Tensor]]) -> None:
@@ -221,4 +221,4 @@ class Sum:
         except RuntimeError as error:
             raise PeerLost("a replica of this stage does not answer") from error
         if self.staged is not self.flat:
-            self.flat.copy_(self.staged)
+            self.flat.copy_(self.staged, non_blocking=True)

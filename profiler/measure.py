@@ -23,7 +23,7 @@ from pipedream.capture.grouping import undivided
 from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.capture.sources.load import Loaded
-from pipedream.comm.memory import free_memory
+from pipedream.comm.device.memory import free_memory
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.placements.operators import OperatorProfile

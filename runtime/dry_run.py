@@ -15,7 +15,7 @@ from pipedream.capture.compute_settings import Precision
 from pipedream.capture.errors.capture_errors import blaming_modules
 from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.capture.sources.load import load_config_model
-from pipedream.comm.memory import free_memory
+from pipedream.comm.device.memory import free_memory
 from pipedream.comm.rank_info import LOCALHOST, RankInfo
 from pipedream.comm.rendezvous import choose_device
 from pipedream.graph.choices import DEFAULT_ORDER

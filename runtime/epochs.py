@@ -62,6 +62,7 @@ class _Training:
             self.local.examples.minibatches,
             ahead[0].begin,
             self.local.job.config.nan == "stop",
+            self.local.device,
         )
         self.under_way: Action | None = None
         self.in_flight = Counter[int]()
@@ -73,7 +74,9 @@ class _Training:
         self.begin = time.perf_counter()
         context.recorder.begin()
         shown = nullcontext() if display is None else display.watching(self.losses)
-        publishing = publishing_status(context.store, local.rank_info.rank, self._status)
+        publishing = publishing_status(
+            context.store, local.rank_info.rank, self._status, local.device
+        )
         minibatches = local.examples.epoch(self.number)
         with shown, publishing, Reader(minibatches, self._to_read()) as data:
             stopped = self._run_segments(self._engine(), data)

@@ -166,6 +166,7 @@ class RankContext:
             publishes=local.rank_info.rank == 0,
             timeout=local.job.timeout,
             keep=local.job.keep,
+            device=local.device,
             recorded=lambda at: self.display is None or self.display.has_recorded(at),
             details={
                 "optimizer": local.job.optimizer.names,

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from pipedream.comm.device.threads import start_thread
 from pipedream.comm.messages import PeerLost
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.run.training_segment import Position
@@ -39,6 +41,7 @@ class Saver:
     publishes: bool
     timeout: float
     keep: int | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     details: Mapping[str, str | int | float] | None = None
     recorded: Callable[[Position], bool] = lambda position: True
     thread: threading.Thread | None = field(default=None, init=False)
@@ -53,13 +56,8 @@ class Saver:
         """
         self.end()
         if parts or self.publishes:
-            self.thread = threading.Thread(
-                target=self._save,
-                args=(position, dict(parts), dict(training)),
-                name="save",
-                daemon=True,
-            )
-            self.thread.start()
+            save = partial(self._save, position, dict(parts), dict(training))
+            self.thread = start_thread(save, "save", self.device)
 
     def end(self) -> None:
         """Waits until the last save is done."""

@@ -8,8 +8,9 @@ from pipedream.capture.sources.load import load_data
 from pipedream.capture.sources.named_examples import input_names
 from pipedream.capture.sources.streams import stream_of
 from pipedream.graph.errors import UserError
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.data.order import EpochOrder
-from pipedream.runtime.data.reader import Batch, Epoch
+from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.run.job import Job
 
 

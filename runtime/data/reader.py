@@ -9,22 +9,26 @@ import random
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, Queue
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from pipedream.capture.sources.minibatch import Dataset, minibatch, model_inputs
+from pipedream.capture.sources.minibatch import Dataset
+from pipedream.comm.device.threads import start_thread
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
+from pipedream.runtime.data.batch import Batch
+from pipedream.runtime.data.device_copies import ComingBatch, DeviceCopies
 from pipedream.runtime.data.order import Sizes, shuffled
 from pipedream.runtime.supervise.launch import ASKING
 
@@ -38,39 +42,6 @@ _SLOW_READS = 3
 
 class DataLost(RuntimeError):
     """A process that reads data has died. It is not a worker, so a restart may help."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Examples as the model takes them: each tensor [batch_size, ...].
-
-    With loss `output` the target is the last of the inputs, too.
-    """
-
-    inputs: tuple[Tensor, ...]
-    target: Any
-
-    @staticmethod
-    def of(dataset: Dataset, indices: Iterable[int], config: RunConfig) -> Batch:
-        """Raises UserError: see `minibatch`."""
-        dtype = getattr(torch, config.dtype)
-        inputs, target = minibatch(dataset, indices, dtype, config.data.source)
-        return Batch(model_inputs(inputs, target, config.loss), target)
-
-    def to(self, device: torch.device) -> Batch:
-        return self._each(lambda tensor: tensor.to(device))
-
-    def first(self, count: int) -> Batch:
-        """Returns the first `count` of the examples."""
-        return self._each(lambda tensor: tensor[:count].clone())
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(*pytree.tree_map_only(Tensor, change, (self.inputs, self.target)))
-
-    @property
-    def kind(self) -> str:
-        """Shape and type of every input of an example, as text for messages."""
-        return ", ".join(f"{list(x.shape[1:])} of {str(x.dtype)[6:]}" for x in self.inputs)
 
 
 class Epoch:
@@ -136,16 +107,22 @@ class Reader:
     minibatches vary in shape: it cannot be a thread then, for the model uses the same random
     numbers, and a capture looks whether the model draws from Python's or numpy's, which reading
     seeds.
+
+    To a GPU each is copied one ahead: when the one before is asked for.
     """
 
     def __init__(self, epoch: Epoch, minibatches: Sequence[int]) -> None:
         self.last: tuple[int, Batch] | None = None
-        self.ahead: dict[int, Batch] = {}
-        self.device, self.numbers = epoch.device, iter(minibatches)
+        self.ahead: dict[int, Batch | BaseException] = {}
+        self.device, self.numbers = epoch.device, deque(minibatches)
+        self.copies = DeviceCopies(self.device) if self.device.type == "cuda" else None
+        self.coming_batch: ComingBatch | None = None
         listed, workers = _Listed(epoch, minibatches), epoch.config.data_workers
         self.close: Callable[[], None] = lambda: None
         if workers and minibatches:
-            self.coming: Iterator[Batch | BaseException] = _by_processes(listed, workers)
+            self.coming: Iterator[Batch | BaseException] = _by_processes(
+                listed, workers, self.copies is not None
+            )
         elif epoch.draws or epoch.config.data.varying:
             self.coming = iter(listed)
         else:
@@ -178,8 +155,8 @@ class Reader:
     def peek(self, minibatch: int) -> Batch:
         """Returns a minibatch to be asked for later, on the CPU; it and those before are kept."""
         while minibatch not in self.ahead:
-            self._read()
-        return self.ahead[minibatch]
+            _known(self._read())
+        return _known(self.ahead[minibatch])
 
     def _batch(self, minibatch: int) -> Batch:
         """Keeps the last one, since a stage may read the inputs and then the target."""
@@ -188,14 +165,37 @@ class Reader:
                 self._read()
             first = next(iter(self.ahead))
             assert first == minibatch, "minibatches are asked for in the order given"
-            self.last = minibatch, self.ahead.pop(minibatch).to(self.device)
+            batch = _known(self.ahead.pop(minibatch))
+            self.last = minibatch, batch if self.copies is None else self._copied(batch)
         return self.last[1]
 
-    def _read(self) -> None:
-        batch = next(self.coming)
-        if isinstance(batch, BaseException):
-            raise batch
-        self.ahead[next(self.numbers)] = batch
+    def _copied(self, batch: Batch) -> Batch:
+        """Returns it on the GPU, and begins to copy the next one."""
+        assert self.copies is not None
+        coming = self.coming_batch or self.copies.begin(batch)
+        arrived, self.coming_batch = coming.arrived(), None
+        if not self.ahead and self.numbers:
+            self._read()
+        following = next(iter(self.ahead.values()), None)
+        if isinstance(following, Batch):
+            self.coming_batch = self.copies.begin(following)
+        return arrived
+
+    def _read(self) -> Batch | BaseException:
+        """Reads the next one and keeps it; what goes wrong is raised where it is asked for."""
+        batch: Batch | BaseException
+        try:
+            batch = next(self.coming)
+        except Exception as error:
+            batch = error
+        self.ahead[self.numbers.popleft()] = batch
+        return batch
+
+
+def _known(batch: Batch | BaseException) -> Batch:
+    if isinstance(batch, BaseException):
+        raise batch
+    return batch
 
 
 @dataclass(frozen=True)
@@ -217,10 +217,14 @@ class _Listed(TorchDataset[Any]):
             return error
 
 
-def _by_processes(listed: _Listed, workers: int) -> Iterator[Batch | BaseException]:
-    """Yields what that many processes make of `listed`, in its order. Raises DataLost."""
+def _by_processes(listed: _Listed, workers: int, pinned: bool) -> Iterator[Batch | BaseException]:
+    """Yields what that many processes make of `listed`, in its order, in page-locked memory if
+    `pinned`. Raises DataLost.
+    """
     workers = min(workers, len(listed))
-    loader = DataLoader(listed, batch_size=None, num_workers=workers, worker_init_fn=_go_on)
+    loader = DataLoader(
+        listed, batch_size=None, num_workers=workers, worker_init_fn=_go_on, pin_memory=pinned
+    )
     loaded = iter(loader)
     # Torch's handler raises wherever the main thread is when one dies, in a pass or a message. The
     # loader looks for itself whether they live.
@@ -260,7 +264,7 @@ class _Ahead:
             slow = slow + 1 if time.perf_counter() - begin > _HANDING_OVER else 0
             number += 1
             yield batch
-        threading.Thread(target=self._make, args=(number,), name="data", daemon=True).start()
+        start_thread(partial(self._make, number), "data", self.listed.epoch.device)
         while True:
             yield self.queue.get()
 
@@ -269,7 +273,10 @@ class _Ahead:
             if self.ended.is_set():
                 return
             try:
-                self.queue.put(self.listed[index])
+                batch = self.listed[index]
+                if isinstance(batch, Batch) and self.listed.epoch.device.type == "cuda":
+                    batch = batch.pin_memory()
+                self.queue.put(batch)
             except BaseException as error:  # raised where it is asked for
                 self.queue.put(error)
                 return

@@ -19,8 +19,8 @@ from pipedream.capture.captured import Captured
 from pipedream.capture.loss import Loss, Metric, accuracy
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan, RankAssignment
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.data.order import Sizes
-from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.engine import Engine, minibatches_read
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Tensors, computing
 from pipedream.runtime.engine.minibatch_state import MinibatchState

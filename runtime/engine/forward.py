@@ -16,7 +16,7 @@ from pipedream.comm.messages import PeerLost
 from pipedream.comm.transport import Transport
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.engine.value_exchange import ValueExchange
 from pipedream.runtime.stages.partition import StageInterface

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipedream.capture.segment import Segment
-from pipedream.comm.copies import copy_all
+from pipedream.comm.device.copies import copy_all
 from pipedream.comm.messages import Message
 from pipedream.runtime.engine.passes import Passes
 from pipedream.runtime.optim.weights import Version

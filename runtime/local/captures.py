@@ -16,9 +16,9 @@ from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.data.order import Sizes
-from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.evaluation import Evaluation, obstacle
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate

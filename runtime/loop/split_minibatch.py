@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.loss import Loss
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.data.order import Sizes
-from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.stages.stage_forms import Call, part_of
 
 

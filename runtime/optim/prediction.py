@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipedream.comm.copies import copy_all
+from pipedream.comm.device.copies import copy_all
 
 LAST_STEP = "last_step"
 """Its name in the optimizer's state, so that a checkpoint keeps it for each parameter."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pipedream.comm.copies import copy_all
+from pipedream.comm.device.copies import copy_all
 from pipedream.runtime.optim.prediction import Prediction
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,12 +12,16 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from pipedream.comm.device.host_copy import HostCopy
+from pipedream.comm.device.threads import start_thread
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.report.expectation import figures
 from pipedream.runtime.report.page.finished_run import FinishedRun
 from pipedream.runtime.run.job import SUMMARY
+
+_CPU = torch.device("cpu")
 
 
 class Losses:
@@ -28,21 +31,26 @@ class Losses:
     """
 
     def __init__(
-        self, store: Store, epoch: int, minibatches: int, first: int = 0, refuse_nan: bool = True
+        self,
+        store: Store,
+        epoch: int,
+        minibatches: int,
+        first: int = 0,
+        refuse_nan: bool = True,
+        device: torch.device = _CPU,
     ) -> None:
         self.store, self.epoch, self.minibatches = store, epoch, minibatches
         self.refuse_nan = refuse_nan
         self.first = self.next = first
         self.failure: BaseException | None = None
-        self.waiting: SimpleQueue[tuple[int, torch.Tensor] | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._send_all, name="losses", daemon=True)
-        self.thread.start()
+        self.waiting: SimpleQueue[tuple[int, HostCopy] | None] = SimpleQueue()
+        self.thread = start_thread(self._send_all, "losses", device)
 
     def send(self, minibatch: int, loss: torch.Tensor) -> None:
         """Raises UserError if an earlier loss was not finite: no later one would be."""
         if self.failure is not None:
             raise self.failure
-        self.waiting.put((minibatch, loss))
+        self.waiting.put((minibatch, HostCopy.begin(loss)))
 
     def end(self) -> None:
         """Waits until all losses are in the store. Raises as `send` does."""
@@ -59,8 +67,8 @@ class Losses:
                 self.failure = error
                 return
 
-    def _send(self, minibatch: int, loss: torch.Tensor) -> None:
-        value = loss.item()
+    def _send(self, minibatch: int, loss: HostCopy) -> None:
+        value = loss.wait().item()
         if not math.isfinite(value) and self.refuse_nan:
             raise UserError(
                 f"the loss of minibatch {minibatch} in epoch {self.epoch} is {value}: choose a "

@@ -28,10 +28,10 @@ from pipedream.capture.checks.equivalence import (
 from pipedream.capture.checks.rounding import RoundedOtherwise
 from pipedream.capture.loss import Loss
 from pipedream.capture.segment import Segment, freeze_constants, segment
-from pipedream.comm.memory import free_memory
+from pipedream.comm.device.memory import free_memory
 from pipedream.graph.plan import Plan
 from pipedream.graph.units import show_bytes
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.selfcheck.fingerprint import Fingerprint, apart, fingerprint
 from pipedream.runtime.stages.partition import interfaces
 from pipedream.runtime.stages.randomness import MinibatchRng, seed_each

@@ -21,7 +21,7 @@ from pipedream.comm.store_messages import broadcast, receive_message, send_messa
 from pipedream.comm.transport import Transport
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor, Updates
 from pipedream.runtime.engine.first_passes import do_once, unchanged_buffers

@@ -16,7 +16,7 @@ from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule, difference
 

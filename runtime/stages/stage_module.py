@@ -23,7 +23,7 @@ from pipedream.capture.programs.loss_end import LossEnd
 from pipedream.capture.segment import Segment, freeze_constants
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.stages.crossings import Crossings, crossings
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.randomness import MinibatchRng, SeedHook, seed_each

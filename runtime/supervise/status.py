@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 
+import torch
 from torch._C._distributed_c10d import Store
 
+from pipedream.comm.device.threads import start_thread
 from pipedream.graph.plan import RankAssignment
 from pipedream.graph.timeline import DrawnAction, Event
 from pipedream.schedule.action import BACKWARDS, RECEIVES, Kind
@@ -102,7 +104,9 @@ def _usual(events: Sequence[Event], kind: Kind) -> float | None:
 
 
 @contextmanager
-def publishing_status(store: Store, rank: int, status: Callable[[], Status]) -> Iterator[None]:
+def publishing_status(
+    store: Store, rank: int, status: Callable[[], Status], device: torch.device
+) -> Iterator[None]:
     """Publishes what `status` returns twice a second, and once at the end."""
     ended = threading.Event()
 
@@ -116,8 +120,7 @@ def publishing_status(store: Store, rank: int, status: Callable[[], Status]) -> 
             except RuntimeError:  # the store is gone: the engine will say so
                 return
 
-    thread = threading.Thread(target=keep_publishing, name="status", daemon=True)
-    thread.start()
+    thread = start_thread(keep_publishing, "status", device)
     try:
         yield
         publish()

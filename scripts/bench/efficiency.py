@@ -46,7 +46,7 @@ from pipedream.comm.transport import Transport
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import read_plan
 from pipedream.graph.run_config import read_config
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
 from pipedream.runtime.local.local_model import LocalModel

@@ -19,7 +19,7 @@ from pipedream.capture.export import capture
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.pipeline import Pipeline
 
 BATCHES, MICROBATCHES = 3, 2

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 )
 
 from pipedream.capture.sources.load import load_config_model
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.optim.optimizers import make_optimizer
 
 SCHEDULES: Mapping[str, Any] = {

@@ -28,7 +28,7 @@ from pipedream.comm.stage_groups import SummingRanks
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import OptimizerConfig
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
 from pipedream.runtime.optim.optimizers import make_optimizer

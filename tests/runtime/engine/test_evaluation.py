@@ -17,7 +17,7 @@ from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.capture.sources.load import load_config_model
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.checkpoint.files import load_all
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.evaluation import EvaluationTotals, obstacle
 from pipedream.runtime.held_out import evaluate
 from pipedream.runtime.report.live_table import keep_until

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from pipedream.comm.buckets import Buckets
 from pipedream.comm.transport import Transport
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 

@@ -12,7 +12,7 @@ from pipedream.capture.captured import Captured
 from pipedream.capture.export import capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.stages.stage_forms import StageForms
 from pipedream.runtime.stages.stage_module import StageModule, capture_rest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+import torch
 from rich.console import Console
 from schedules import assigned
 from torch.distributed import HashStore
@@ -73,7 +74,7 @@ STATUS = Status(4, 0.001, 0.002, 0.9, 0.1, "rank 1", 0.0, 5_000_000)
 
 def test_what_is_told_is_heard():
     store = HashStore()
-    with publishing_status(store, 3, lambda: STATUS):
+    with publishing_status(store, 3, lambda: STATUS, torch.device("cpu")):
         assert published_statuses(store, [2]) == {}
     assert published_statuses(store, [2, 3]) == {3: STATUS}
 

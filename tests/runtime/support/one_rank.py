@@ -18,9 +18,10 @@ from pipedream.capture.export import capture
 from pipedream.comm.stage_groups import StageGroups
 from pipedream.comm.transport import Transport
 from pipedream.graph.run_config import OptimizerConfig
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
+from pipedream.runtime.engine.forward import Minibatches
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
@@ -89,13 +90,15 @@ class OneRank:
     clip_norm: float | None = None
     varying: bool = False
     group: Any = None
-    transport: Transport = field(default_factory=lambda: Transport(CPU, "gloo"))
+    device: torch.device = CPU
+    transport: Transport | None = None
     after: Callable[[Action], None] = lambda action: None
     before: Callable[[Action], None] = lambda action: None
     losses: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.precision = Precision(self.autocast)
+        self.messages = self.transport or Transport(self.device, "gloo")
+        self.precision = Precision(self.autocast, self.device)
         captured = capture(self.model, self.data.batches[0].inputs, precision=self.precision)
         ones = (1,) * self.stages
         plan = make_plan(captured.graph, cut(captured.graph, self.stages), ones)
@@ -110,7 +113,7 @@ class OneRank:
         self.schedule = Schedule(spec, len(self.data.batches))
         ranks = [[0]] * self.stages
         self.orders = Orders.of(self.schedule, ranks, lambda _: self._passes())
-        self.rng, settings = MinibatchRng(5, CPU), (self.precision, True, self.backend)
+        self.rng, settings = MinibatchRng(5, self.device), (self.precision, True, self.backend)
         self.forms = CapturedStages(self.model, plan, range(self.stages), self.rng, *settings)
         self.executors = {
             stage: self._executor(
@@ -142,8 +145,8 @@ class OneRank:
         return Executor(
             stage_modules=self._choice(stage, stage_module),
             weights=Weights(parameters),
-            stepping=Stepping({stage: steps}, config, LossSum(lambda _: None, CPU), None),
-            transport=self.transport,
+            stepping=Stepping({stage: steps}, config, LossSum(lambda _: None, self.device), None),
+            transport=self.messages,
             groups=StageGroups(self.group),
             assignment=self.orders.assignment,
             loss=self._loss,
@@ -162,11 +165,11 @@ class OneRank:
         with self.precision.computing():
             return self.loss(output, target)
 
-    def train(self) -> OneRank:
-        """One epoch."""
-        engine = Engine(self.executors, self.transport, self.after, self.before)
+    def train(self, data: Minibatches | None = None) -> OneRank:
+        """One epoch, of the same minibatches as `data` has them."""
+        engine = Engine(self.executors, self.messages, self.after, self.before)
         segment = TrainingSegment(0, len(self.data.batches))
-        engine.run(ActionStream(segment, self.orders.actions[0]), self.data)
+        engine.run(ActionStream(segment, self.orders.actions[0]), data or self.data)
         return self
 
     @property

@@ -26,8 +26,8 @@ from pipedream.comm.communicators import Communicators
 from pipedream.comm.stage_groups import StageGroups, SummingRanks
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import RankAssignment
+from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.data.order import Sizes
-from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.evaluation import EvaluationExecutor, EvaluationTotals
 from pipedream.runtime.engine.executor import Executor
