@@ -53,7 +53,7 @@ class MeasuredRun(ArtifactModel):
 
     format: Literal["pipedream-measured/1"] = "pipedream-measured/1"
     device: str
-    """With `cuda`, times are those of launching a pass, not of executing it."""
+    """`cpu` or `cuda`, with times as its stream came to each action."""
     threads: int = Field(ge=1)
     """CPU threads of one operator."""
     batch_size: int = Field(ge=1)

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import torch
 
 from pipedream.comm.store_messages import broadcast
-from pipedream.graph.timeline import Event
 from pipedream.runtime.data.reader import Reader
+from pipedream.runtime.engine.action_times import ActionTimes
 from pipedream.runtime.engine.engine import Engine, minibatches_read
 from pipedream.runtime.held_out import evaluate_if_due
 from pipedream.runtime.rank_context import RankContext
@@ -66,7 +66,7 @@ class _Training:
         )
         self.under_way: Action | None = None
         self.in_flight = Counter[int]()
-        self.events: list[Event] = []
+        self.times = ActionTimes.on(self.local.device)
 
     def run(self) -> Position | None:
         """Returns where the run has stopped, if it was asked to."""
@@ -81,7 +81,7 @@ class _Training:
         with shown, publishing, Reader(minibatches, self._to_read()) as data:
             stopped = self._run_segments(self._engine(), data)
             self.losses.end()
-        context.recorder.add(self.number, self.events, local.examples.minibatches)
+        context.recorder.add(self.number, self.times.events, local.examples.minibatches)
         context.transport.barrier()
         if display is not None:
             display.end_epoch(self.losses)
@@ -124,7 +124,7 @@ class _Training:
             for stage in self.local.stages
         }
         transport = context.transport
-        return Engine(executors, transport, self._after, self._before, self.events)
+        return Engine(executors, transport, self._after, self._before, self.times)
 
     def _delays(self, segment: TrainingSegment) -> dict[int, int]:
         """Returns by how many updates the weights of each minibatch are old, if predicted."""
@@ -161,9 +161,10 @@ class _Training:
     def _after(self, action: Action) -> None:
         if action.kind in ENDS_BACKWARD:
             self.in_flight[action.stage] -= 1
-        self.context.recorder.thin_out(self.events)
+        self.context.recorder.thin_out(self.times.events)
 
     def _status(self) -> Status:
         now, memory = time.perf_counter(), self.context.memory.now()
         assignment = self.local.job.plan.rank_assignment
-        return current_status(self.events, self.under_way, assignment, self.begin, now, memory)
+        under_way = self.times.under_way(self.under_way)
+        return current_status(self.times.events, under_way, assignment, self.begin, now, memory)

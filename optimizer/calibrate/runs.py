@@ -68,13 +68,14 @@ class CalibrationRun:
                 f"{said}: trained on minibatches of {batch_size}, and {path} was measured with"
                 f" {profile.batch_size}: run pd-profile with --batch-size {batch_size}"
             )
+        device = self.measured.device
+        if profile is not None and profile.machine.device.partition(":")[0] != device:
+            raise UserError(
+                f"{said}: trained with --device {device}, and {path} was measured with --device"
+                f" {profile.machine.device}: run pd-profile with --device {device}"
+            )
         if plan.order not in (None, *ORDERS):
             raise UserError(f"{said}: order {plan.order!r} is not known: {', '.join(ORDERS)}")
-        if self.measured.device != "cpu":
-            raise UserError(
-                f"{said}: ran on GPUs, whose passes are timed when they are launched, not when they"
-                " are done: give runs on the CPU"
-            )
         for rank in self.measured.ranks:
             if rank.minibatches < FEWEST:
                 raise UserError(

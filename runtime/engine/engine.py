@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -10,7 +9,7 @@ from itertools import groupby
 from pipedream.comm.buckets import SumTurns
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.transport import Transport
-from pipedream.graph.timeline import Event
+from pipedream.runtime.engine.action_times import ActionTimes
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.stages.partition import StageInterface
@@ -24,16 +23,16 @@ _PASSES = BACKWARDS | {Kind.FORWARD}
 class Engine:
     """All stages of one rank: `executors[stage]` does the actions of its replica of that stage.
 
-    `before` and `after` are called with every action. Sends and receives of all stages go through
-    the one `transport`, in the order of the list. `seen`: the kinds of passes that were done, by
-    stage; those `to_come` are done with few receives posted.
+    `before` and `after` are called with every action, `times` says when each was done. Sends and
+    receives of all stages go through the one `transport`, in the order of the list. `seen`: the
+    kinds of passes that were done, by stage; those `to_come` are done with few receives posted.
     """
 
     executors: Mapping[int, ForwardExecutor]
     transport: Transport
     after: Callable[[Action], None] = lambda action: None
     before: Callable[[Action], None] = lambda action: None
-    events: list[Event] = field(default_factory=list)
+    times: ActionTimes = field(default_factory=ActionTimes)
     seen: set[tuple[int, Kind]] = field(default_factory=set)
     to_come: set[tuple[int, Kind]] = field(default_factory=set)
 
@@ -43,8 +42,10 @@ class Engine:
             executor.begin(data)
         latest_first = sorted(self.executors.items(), reverse=True)  # as `closing.sums_together`
         SumTurns([sums for _, executor in latest_first for sums in executor.buckets])
+        self.times.begin()
         self._perform(stream)
         self.transport.drain()
+        self.times.end()
         for executor in self.executors.values():
             executor.end()
 
@@ -64,14 +65,14 @@ class Engine:
                 if action.kind in RECEIVES:
                     self.executors[action.stage].post(action)
             action, position, posted = actions[position], position + 1, committed
-            begin = time.perf_counter()
+            begin = self.times.mark()
             self.before(action)
             try:
                 perform[action.stage][action.kind](action)
             except PeerLost as error:
                 where = f"at {action}, minibatch {action.minibatch}"
                 raise PeerLost(f"{error} ({where})", error.peer) from error
-            self.events.append(Event(action, begin, time.perf_counter()))
+            self.times.add(action, begin)
             if self.to_come:
                 self.seen.add((action.stage, action.kind))
                 self.to_come.discard((action.stage, action.kind))

@@ -51,12 +51,10 @@ class Comparison:
 
 
 def compare(run: MeasuredRun) -> Comparison | None:
-    """None if the plan expects nothing of such a run, or it was on GPUs: passes are timed there
-    when they are launched.
-    """
+    """Returns the two beside each other; None if the plan expects nothing of such a run."""
     predicted = run.plan.predicted
     expected = predicted.expected_seconds_per_minibatch
-    if expected is None or predicted.simulated is None or run.device != "cpu":
+    if expected is None or predicted.simulated is None:
         return None
     if run.schedule != run.plan.schedule or run.plan.batch_size not in (None, run.batch_size):
         return None
@@ -112,6 +110,11 @@ def advice(comparison: Comparison, run: MeasuredRun, folder: Path) -> list[str]:
             return [
                 "Passes took less than in the profile: the machine was busier when it was made.",
                 f"Repeat it, or correct it by this run: pd-optimize GRAPH --calibrate {folder}.",
+            ]
+        if run.device != "cpu":
+            return [
+                "Passes took longer than in the profile: the GPU is slower, or had other work.",
+                f"pd-optimize GRAPH --calibrate {folder} corrects them by this run.",
             ]
         cluster = run.plan.cluster
         used = {rank for stage in run.plan.stages for rank in stage.ranks}

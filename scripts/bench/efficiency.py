@@ -238,7 +238,7 @@ class Bench:
         engine = engine_of(rank, self.still if alone else self.transport)
         begin = time.perf_counter()
         engine.run(ActionStream(TrainingSegment(0, minibatches), actions), Same(self.batch))
-        self.events = engine.events
+        self.events = engine.times.events
         return time.perf_counter() - begin
 
     def alone(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from pipedream.graph.model import read_graph
 from pipedream.graph.placements.operators import read_operators
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.profiler.cli import main as pd_profile
+from pipedream.runtime.engine.action_times import ActionTimes
 from pipedream.runtime.run.job import Job
+from pipedream.schedule.action import parse_action
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,6 +87,25 @@ def test_a_run_that_goes_on_is_the_one_that_was_never_stopped(
     assert losses(begun) == losses(whole)
     for name, tensor in weights(whole).items():
         assert torch.equal(weights(begun)[name], tensor), name
+
+
+def test_actions_take_what_they_take_the_device() -> None:
+    """Their host is done in microseconds: it only hands over."""
+    device = torch.device("cuda", 0)
+    times, action = ActionTimes.on(device), parse_action("0F0")
+    times.begin()
+    began = time.perf_counter()
+    for cycles in (20_000_000, 40_000_000):
+        begin = times.mark()
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        times.add(action, begin)
+    handed_over = time.perf_counter() - began
+    times.end()
+    done = time.perf_counter()
+    first, second = times.events
+    assert began <= first.begin < first.end <= second.begin < second.end <= done
+    assert second.end - second.begin == pytest.approx(2 * (first.end - first.begin), rel=0.2)
+    assert handed_over < (second.end - first.begin) / 2
 
 
 def test_a_model_is_profiled_with_cuda_events(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ class Ours:
         )
         dist.barrier()
         engine.run(ActionStream(TrainingSegment(0, minibatches), actions), Same(self.batch))
-        self.clocked[spec.order].add(engine.events)
-        ends = {a.version: end for a, _, end in engine.events if a.kind is Kind.UPDATE}
+        self.clocked[spec.order].add(engine.times.events)
+        ends = {a.version: end for a, _, end in engine.times.events if a.kind is Kind.UPDATE}
         return [after - before for before, after in pairwise(ends.values())]
 
     def _executor(self, stage: LocalStage) -> Executor:

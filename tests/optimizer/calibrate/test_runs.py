@@ -251,9 +251,30 @@ def another_batch_size(folder):
     write_profile(profile_of(graph, batch_size=16), folder / "profile.json")
 
 
+def another_device(folder):
+    change(folder, device="cuda")
+    profiled_on("cpu", folder)
+
+
+def profiled_on(device, folder):
+    profile = profile_of(read_graph(folder / "graph.txt"), batch_size=8)
+    machine = profile.machine.model_copy(update={"device": device})
+    path = folder / "profile.json"
+    write_profile(profile.model_copy(update={"machine": machine}), path)
+
+
 def change(folder, **fields):
     path = folder / "run/measured.json"
     write_measured(read_measured(path).model_copy(update=fields), path)
+
+
+def test_runs_on_gpus_calibrate_profiles_of_gpus(folder, capsys):
+    """They were refused while their passes were timed as the host handed them over."""
+    change(folder, device="cuda")
+    profiled_on("cuda:1", folder)
+    words = (folder / "graph.txt", "--calibrate", folder / "run", "-o", folder / "new")
+    code, _, err = ended(capsys, *words)
+    assert (code, err) == (0, "")
 
 
 def test_another_schedule_than_the_plans_is_named(folder, capsys):
@@ -290,8 +311,10 @@ MISTAKES = {
     "--calibrate RUN: trained on minibatches of 8, and PROFILE was measured with 16": (
         another_batch_size
     ),
+    "--calibrate RUN: trained with --device cuda, and PROFILE was measured with --device cpu": (
+        another_device
+    ),
     "--calibrate RUN: 3 minibatches were measured on rank 1, at least 10 are needed": few,
-    "--calibrate RUN: ran on GPUs": lambda folder: change(folder, device="cuda"),
     "RUN/measured.json: the ranks are not those of the plan": other_ranks,
 }
 

@@ -87,6 +87,18 @@ def test_passes_that_took_longer() -> None:
     assert "--calibrate runs/run" in said
 
 
+def test_passes_of_gpus_that_took_longer() -> None:
+    """Runs on GPUs are compared like others; pd-profile --workers is about the cores of a CPU."""
+    taken = run(plan(), 0.0142, (0.011, 0.0125), device="cuda")
+    found = compare(taken)
+    assert found == compare(run(plan(), 0.0142, (0.011, 0.0125)))
+    assert found is not None
+    said = " ".join(advice(found, taken, RUN))
+    assert "Passes took longer than in the profile: the GPU" in said
+    assert "--workers" not in said
+    assert "--calibrate runs/run" in said
+
+
 def test_passes_that_took_less() -> None:
     """It said "with other processes at work (pd-profile --workers 2)" of a profile made so."""
     taken = run(plan(), 0.006, (0.004, 0.005))
@@ -116,7 +128,6 @@ def test_a_run_as_expected_needs_no_words() -> None:
 
 
 def test_nothing_is_compared_with_what_was_not_planned() -> None:
-    assert compare(run(plan(), 0.02, (0.01, 0.01), device="cuda")) is None
     other = run(plan(), 0.02, (0.01, 0.01)).model_copy(update={"schedule": "flush"})
     assert compare(other) is None
     of_16 = plan().model_copy(update={"batch_size": 16})
