@@ -202,6 +202,7 @@ class Halves:
         """Runs the halves, and returns the marks before, between and after."""
         saved = dict(self.saved)
         watch.clear()
+        watch.lead()
         start = watch.mark()
         _, kept = self.program.backward(saved, self.gradients)
         middle = watch.mark()

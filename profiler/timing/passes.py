@@ -115,7 +115,21 @@ class Stretch:
             self.part = _with_marks(self.part, captured.owner, nodes, self._note)
 
     def run(self, values: Mapping[str, Tensor], loss: Loss | None = None) -> Turn:
-        """Runs on the inputs among `values`; backward from the loss, or from random gradients."""
+        """Runs on the inputs among `values`; backward from the loss, or from random gradients.
+
+        On a GPU right after another such turn, as in training: then the host is ahead of it as far
+        as it can be. Where it cannot, passes take what handing them over takes.
+        """
+        if self.watch.hands_over:
+            self._run(values, loss)
+        forward, backward, outputs = self._run(values, loss)
+        # Read only now: waiting for a GPU in between would leave it idle until the next pass.
+        return Turn(forward.read(self.watch), backward.read(self.watch), outputs)
+
+    def _run(
+        self, values: Mapping[str, Tensor], loss: Loss | None
+    ) -> tuple[_Record, _Record, Mapping[str, Tensor]]:
+        """Returns the marks of both passes, and the outputs by name."""
         module = self.part.module
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         inputs = [
@@ -133,9 +147,7 @@ class Stretch:
         forward = _Record(start, self.noted, self.watch.mark())
         wanted = [value for value in (*state.values(), *inputs) if value.requires_grad]
         backward = self._backward([end for end in ends if end.requires_grad], wanted)
-        # Read only now: waiting for a GPU in between would leave it idle until the next pass.
-        left = {name: value.detach() for name, value in outputs.items()}
-        return Turn(forward.read(self.watch), backward.read(self.watch), left)
+        return forward, backward, {name: value.detach() for name, value in outputs.items()}
 
     def _learn(self, loss: Loss, known: Mapping[str, Tensor]) -> Tensor:
         if self.noted:

@@ -151,6 +151,7 @@ def step(
 ) -> tuple[list[Tensor], Marks]:
     """Runs a node forward on its inputs among `values`, then backward: its outputs and marks."""
     inputs = node.inputs(values)
+    watch.lead()
     start = watch.mark()
     outputs = node.segment.module(*inputs)
     forward = (start, watch.mark())

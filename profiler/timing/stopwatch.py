@@ -7,14 +7,23 @@ from typing import Any
 
 import torch
 
+_LEAD = 2_000_000
+"""Cycles of a GPU: a millisecond or two, in which the host hands over the passes of a node."""
+
 
 class Stopwatch:
     """Reads the clock: work on the CPU is done when its call returns.
 
-    Call `clear()` before a timed pass, `mark()` in it, and `seconds` once all work is queued.
+    Call `clear()` before a timed pass, `mark()` in it, and `seconds` once all is queued; before a
+    part of a pass that is timed alone, `lead()`. `hands_over`: calls return before work is done.
     """
 
+    hands_over = False
+
     def clear(self) -> None:
+        pass
+
+    def lead(self) -> None:
         pass
 
     def mark(self) -> Any:
@@ -25,11 +34,14 @@ class Stopwatch:
 
 
 class CudaStopwatch(Stopwatch):
-    """Events in the current stream of `device`, so that times are those of the GPU.
+    """Events in the current stream of `device`, as in training, so that times are those of the GPU.
 
     `clear` empties the level-2 cache: in training, other minibatches and the optimizer run between
-    two passes of the same layers.
+    two passes of the same layers. `lead` keeps the GPU busy while the host hands over what is
+    timed: alone, a small node would take as long as that.
     """
+
+    hands_over = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,6 +51,9 @@ class CudaStopwatch(Stopwatch):
     def clear(self) -> None:
         self.other.zero_()
 
+    def lead(self) -> None:
+        torch.cuda._sleep(_LEAD)  # type: ignore[no-untyped-call]
+
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
@@ -46,7 +61,9 @@ class CudaStopwatch(Stopwatch):
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        seconds = float(start.elapsed_time(end)) / 1e3
+        assert seconds >= 0, "marks are read in the order in which the stream has come to them"
+        return seconds
 
 
 def stopwatch(device: torch.device) -> Stopwatch:

@@ -127,6 +127,7 @@ def _seconds(
     several minibatches have: their mean, a copy of the old version, then the step.
     """
     watch.clear()
+    watch.lead()
     start = watch.mark()
     for parameter in parameters:
         assert parameter.grad is not None
