@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipedream.comm.rank_info import LOCALHOST, RankInfo, restarts
 from pipedream.graph.errors import UserError
 
+_ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _QUEUES, _MOST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 
 
@@ -64,6 +65,22 @@ def prepare_gpu() -> None:
     os.environ[_QUEUES] = str(_MOST_QUEUES) if queues is None else queues
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+
+
+def keep_torch_from_aborting() -> None:
+    """Has torch's own watch over NCCL say what it finds, and not end the process, with a trace in
+    C++ and before the rank at fault is named. For a run that is watched otherwise.
+    """
+    # torchrun sets 1, to end the process, where the user has set nothing.
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(_ON_ERROR) == "1"
+    if by_torchrun or _ON_ERROR not in os.environ:
+        # Not 2, which ends operations alone: those who wait for them would go on with any numbers.
+        os.environ[_ON_ERROR] = "0"
+    # A thread of its own ends the process if torch's watch stands still, or another rank's has
+    # found something, whatever is set above.
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # The engine sees an error of CUDA, too, and says at which action.
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
 
 
 def connect_store(rank_info: RankInfo, timeout: float) -> Store:

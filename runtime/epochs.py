@@ -124,7 +124,7 @@ class _Training:
             for stage in self.local.stages
         }
         transport = context.transport
-        return Engine(executors, transport, self._after, self._before, self.times)
+        return Engine(executors, transport, self._after, self._before, self.times, context.progress)
 
     def _delays(self, segment: TrainingSegment) -> dict[int, int]:
         """Returns by how many updates the weights of each minibatch are old, if predicted."""

@@ -56,7 +56,9 @@ def evaluate_stages(context: RankContext, evaluation: Evaluation, key: str) -> d
     tensors = {stage.stage: stage.saved for stage in local.stages}
     kind = partial(EvaluationExecutor, metrics=local.metrics)
     with Reader(local.examples.to_try(), evaluation.minibatches_read) as data:
-        totals, _ = evaluation.run(data, tensors, context.transport, local.loss, kind)
+        totals, _ = evaluation.run(
+            data, tensors, context.transport, local.loss, kind, context.progress
+        )
     send_message(context.store, f"{key}/{rank_info.rank}", astuple(totals))
     if rank_info.rank:
         return {}

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from pipedream.capture.compute_settings import Precision
-from pipedream.comm.rendezvous import connect_store, join
+from pipedream.comm.rendezvous import connect_store, join, keep_torch_from_aborting
 from pipedream.comm.store_messages import broadcast
 from pipedream.graph.run_config import AsynchronousConfig
 from pipedream.runtime.checkpoint.saver import Saver
@@ -34,6 +34,7 @@ from pipedream.runtime.report.peak_memory import PeakMemory
 from pipedream.runtime.report.recording import Recorder
 from pipedream.runtime.run.training_segment import Position, whole_updates
 from pipedream.runtime.selfcheck.rehearsal import first_passes, rehearse
+from pipedream.runtime.supervise.device_progress import DeviceProgress
 from pipedream.runtime.supervise.graceful_stop import GracefulStop
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 from pipedream.runtime.supervise.watchdog import Watchdog
@@ -45,7 +46,8 @@ class RankContext:
     Made by all ranks at the same time; then each is at `first`, where the run begins. `weights`
     and `peak_in_flight`, the most minibatches between forward and backward, are by stage.
     `heartbeats` is there if pd-train's own launcher started the ranks, else `watchdog` if there are
-    other ranks; `display` on rank 0 alone. `metrics` are those of the held-out data, on rank 0.
+    other ranks; `progress` on a GPU; `display` on rank 0 alone. `metrics` are those of the held-out
+    data, on rank 0.
     """
 
     def __init__(
@@ -56,10 +58,13 @@ class RankContext:
         self.local, self.heartbeats = local, heartbeats
         self.writers = self._writers()  # before the others are met: a writer may refuse
         connected = store or connect_store(rank_info, job.timeout)
+        if local.backend == "nccl":
+            keep_torch_from_aborting()
         self.store = join(rank_info, connected, local.backend, local.device, job.timeout)
         self.watchdog = (
             Watchdog.of(self.store, rank_info, job.timeout) if heartbeats is None else None
         )
+        self.progress = self._watched_progress()
         self.clock = Clock(self.store, rank_info.rank, rank_info.world_size)
         self.clock.read()
         self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
@@ -87,7 +92,7 @@ class RankContext:
             first_passes(local, partial(self.executor, wiring=apart))
         if not (job.unchecked or job.restarted):
             self.say("at the self-check")
-            rehearse(local, self.store, self.transport, self.executor)
+            rehearse(local, self.store, self.transport, self.executor, self.progress)
         self.first = self._begin()
         self.saver = self._saver()
         self.weights = {stage.stage: self._weights(stage) for stage in local.stages}
@@ -129,6 +134,8 @@ class RankContext:
             self.heartbeats.report(self.local.rank_info.rank, words)
         if self.watchdog is not None:
             self.watchdog.say(words)
+        if self.progress is not None:
+            self.progress.words = words
 
     def save(self, position: Position) -> None:
         """Begins to save this rank's part, and waits until rank 0 is here.
@@ -156,6 +163,14 @@ class RankContext:
             if local.rank_info.rank == 0:
                 print(f"training: begins with {loaded}", file=sys.stderr, flush=True)
         return Position(0)
+
+    def _watched_progress(self) -> DeviceProgress | None:
+        """Returns that of this rank's GPU, at which those who tell others of this rank look."""
+        progress = DeviceProgress.of(self.local.device, self.local.job.timeout)
+        watching = self.watchdog if self.heartbeats is None else self.heartbeats
+        if progress is not None and watching is not None:
+            watching.look = progress.look
+        return progress
 
     def _saver(self) -> Saver:
         local = self.local

@@ -13,6 +13,7 @@ from pipedream.runtime.engine.action_times import ActionTimes
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.stages.partition import StageInterface
+from pipedream.runtime.supervise.device_progress import DeviceProgress
 from pipedream.schedule.action import BACKWARDS, RECEIVES, Action, Kind
 from pipedream.schedule.overlap import FIRST_LOOK_AHEAD, LOOK_AHEAD
 
@@ -24,8 +25,9 @@ class Engine:
     """All stages of one rank: `executors[stage]` does the actions of its replica of that stage.
 
     `before` and `after` are called with every action, `times` says when each was done. Sends and
-    receives of all stages go through the one `transport`, in the order of the list. `seen`: the
-    kinds of passes that were done, by stage; those `to_come` are done with few receives posted.
+    receives of all stages go through the one `transport`, in the order of the list. `progress`: of
+    the GPU, if there is one. `seen`: the kinds of passes that were done, by stage; those `to_come`
+    are done with few receives posted.
     """
 
     executors: Mapping[int, ForwardExecutor]
@@ -33,6 +35,7 @@ class Engine:
     after: Callable[[Action], None] = lambda action: None
     before: Callable[[Action], None] = lambda action: None
     times: ActionTimes = field(default_factory=ActionTimes)
+    progress: DeviceProgress | None = None
     seen: set[tuple[int, Kind]] = field(default_factory=set)
     to_come: set[tuple[int, Kind]] = field(default_factory=set)
 
@@ -67,11 +70,15 @@ class Engine:
             action, position, posted = actions[position], position + 1, committed
             begin = self.times.mark()
             self.before(action)
+            if self.progress is not None:
+                self.progress.begin(action)
             try:
                 perform[action.stage][action.kind](action)
             except PeerLost as error:
                 where = f"at {action}, minibatch {action.minibatch}"
                 raise PeerLost(f"{error} ({where})", error.peer) from error
+            if self.progress is not None:
+                self.progress.given()
             self.times.add(action, begin)
             if self.to_come:
                 self.seen.add((action.stage, action.kind))

@@ -29,6 +29,7 @@ from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.stage_forms import StageForms
 from pipedream.runtime.stages.stage_module import StageModule
+from pipedream.runtime.supervise.device_progress import DeviceProgress
 from pipedream.schedule.action import Action, Worker
 from pipedream.schedule.schedule import forwards
 
@@ -215,6 +216,7 @@ class Evaluation:
         transport: Transport,
         loss: Loss,
         kind: Callable[..., Evaluator],
+        progress: DeviceProgress | None = None,
     ) -> tuple[EvaluationTotals, list[Evaluator]]:
         """Evaluates this rank's minibatches with the parameters and buffers of each of its stages,
         by executors of this `kind`. Returns the totals, and the executors.
@@ -237,5 +239,5 @@ class Evaluation:
         }
         stream = ActionStream(TrainingSegment(0, len(self.sizes)), self.actions)
         with torch.no_grad():
-            Engine(executors, transport).run(stream, data)
+            Engine(executors, transport, progress=progress).run(stream, data)
         return totals.looked_at(), list(executors.values())

@@ -40,6 +40,7 @@ from pipedream.runtime.selfcheck.reference import (
     loss_of,
     worst_of,
 )
+from pipedream.runtime.supervise.device_progress import DeviceProgress
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
 
@@ -49,7 +50,13 @@ ExecutorOf: TypeAlias = Callable[
 """(stage, weights, updates, what to call with the number and loss of a minibatch)"""
 
 
-def rehearse(local: LocalModel, store: Store, transport: Transport, executor: ExecutorOf) -> None:
+def rehearse(
+    local: LocalModel,
+    store: Store,
+    transport: Transport,
+    executor: ExecutorOf,
+    progress: DeviceProgress | None = None,
+) -> None:
     """Raises UserError on all ranks if the pipeline does not compute what the model does.
 
     To be called by all ranks when they have met, and before any has trained. `executor` makes what
@@ -66,7 +73,7 @@ def rehearse(local: LocalModel, store: Store, transport: Transport, executor: Ex
             if figures is None:
                 break
             expected = {name: Expected(*fields) for name, fields in figures.items()}
-            computed = _computed(local, transport, executor, batches)
+            computed = _computed(local, transport, executor, batches, progress)
             worst = worst_of(expected, computed, f"rank {rank_info.rank}")
             _agree(rank_info, store, transport, key, worst)
     local.captures = None
@@ -179,7 +186,11 @@ def _expected(
 
 
 def _computed(
-    local: LocalModel, transport: Transport, executor: ExecutorOf, batches: _Batches
+    local: LocalModel,
+    transport: Transport,
+    executor: ExecutorOf,
+    batches: _Batches,
+    progress: DeviceProgress | None,
 ) -> dict[str, Fingerprint | None]:
     """Sends a round through the stages; returns the figures that this rank has of it, by name."""
     numbers, scale = batches.numbers, scale_of(local.job.config)
@@ -195,7 +206,7 @@ def _computed(
         for stage in local.stages
     }
     stream = ActionStream(TrainingSegment(0, len(numbers)), numbered)
-    Engine(executors, transport).run(stream, batches)
+    Engine(executors, transport, progress=progress).run(stream, batches)
     figures: dict[str, Fingerprint | None] = {
         loss_of(number): fingerprint(loss) for number, loss in losses.items()
     }

@@ -1,8 +1,9 @@
 """Heartbeats of the workers, for the launcher: one record per worker in shared memory.
 
 A thread of each worker counts up; a count that stands still means that the worker was stopped. The
-record also has what the worker is doing, in words, whom it has lost, and why it fails. In the other
-direction goes one bit: the launcher's request to stop. The memory is freed with its last process.
+record also has what the worker is doing, in words, whom it has lost, why it fails, and whether its
+GPU stands still. In the other direction goes one bit: the launcher's request to stop. The memory is
+freed with its last process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from ctypes import Structure, c_char, c_int64, sizeof
 from dataclasses import dataclass
 
@@ -25,17 +27,22 @@ class _Record(Structure):
         ("lost", c_int64),
         ("words", c_char * 256),
         ("cause", c_char * 3072),
+        ("hangs", c_char * 512),
     )
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The record of one worker: what it is doing, in `words`, and why it fails, if it does."""
+    """The record of one worker: what it is doing, in `words`, and why it fails, if it does.
+
+    `hangs`: what is wrong with its GPU, in words that follow the rank, if anything is.
+    """
 
     count: int
     lost: int | None
     words: str
     cause: str
+    hangs: str
 
 
 class Heartbeats:
@@ -44,6 +51,7 @@ class Heartbeats:
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
         self.records = (_Record * (len(memory) // sizeof(_Record))).from_buffer(memory)
+        self.look: Callable[[float], str | None] = lambda seconds: None
 
     @staticmethod
     def make(workers: int) -> Heartbeats:
@@ -68,8 +76,8 @@ class Heartbeats:
     def of(self, rank: int) -> Heartbeat:
         record = self.records[rank]
         lost = record.lost - 1 if record.lost else None
-        texts = (text.decode(errors="replace") for text in (record.words, record.cause))
-        return Heartbeat(record.count, lost, *texts)
+        texts = (record.words, record.cause, record.hangs)
+        return Heartbeat(record.count, lost, *(text.decode(errors="replace") for text in texts))
 
     def report(self, rank: int, words: str) -> None:
         """Sets what `rank` is doing, in words."""
@@ -84,11 +92,17 @@ class Heartbeats:
         self.records[rank].lost = lost + 1
 
     def start_beating(self, rank: int) -> None:
-        """Counts up in a thread, until this process ends."""
+        """Counts up in a thread, until this process ends, and passes on what `look` finds, which is
+        told for how many seconds the process has been running since.
+        """
 
         def go_on() -> None:
             while True:
-                self.records[rank].count += 1
+                record = self.records[rank]
+                record.count += 1
+                found = self.look(SECONDS_BETWEEN_HEARTBEATS)
+                if found is not None:
+                    record.hangs = found.encode()[:511]
                 time.sleep(SECONDS_BETWEEN_HEARTBEATS)
 
         threading.Thread(target=go_on, name="heartbeat", daemon=True).start()

@@ -64,10 +64,10 @@ def spawn(
 ) -> int:
     """Does `work` once per worker, each in a fork of this process. Returns the exit code.
 
-    0 if all went well. If a worker dies, or its heartbeat stands still for `timeout` seconds, all
-    others are stopped and one line names the rank, the cause, and what it was doing; for an error
-    of the user the line is the worker's own, and the code is 2. All workers are else started again,
-    at most `restarts` times; then, `with_fewer`, as often with one less.
+    0 if all went well. If a worker dies, or its heartbeat or its GPU stands still for `timeout`
+    seconds, all others are stopped and one line names the rank, the cause, and what it was doing;
+    for an error of the user the line is the worker's own, and the code is 2. All workers are else
+    started again, at most `restarts` times; then, `with_fewer`, as often with one less.
 
     SIGINT, SIGTERM and SIGUSR1 stop all workers, the first one after they have saved; SIGHUP stops
     them at once. No worker outlives this process, even if it is killed. Each has the variables that
@@ -177,6 +177,9 @@ def _watch(
         if still is not None:
             words = f"has not responded for {timeout:g} s{_at(heartbeats, still)}"
             return _End(1, f"rank {still} {words}")
+        hangs = _hangs(heartbeats, codes)
+        if hangs is not None:
+            return _End(1, hangs)
         if failed:
             # Whoever they have lost is about to be seen; if nobody dies, they are the news.
             lost_since = lost_since or time.monotonic()
@@ -226,6 +229,13 @@ class _HeartbeatAges:
             elif now - since > self.seconds:
                 return rank
         return None
+
+
+def _hangs(heartbeats: Heartbeats, codes: Sequence[int | None]) -> str | None:
+    """Names the first rank at work that says its GPU stands still."""
+    at_work = (rank for rank, code in enumerate(codes) if code is None)
+    found = ((rank, heartbeats.of(rank).hangs) for rank in at_work)
+    return next((f"rank {rank} {words}" for rank, words in found if words), None)
 
 
 def _at(heartbeats: Heartbeats, rank: int) -> str:

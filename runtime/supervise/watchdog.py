@@ -2,8 +2,9 @@
 
 Under torchrun and mpirun nobody notices that a rank was stopped: it neither dies nor answers. So
 each rank writes to the store every second what it does, and watches its neighbour, the rank before
-it in a ring. A rank whose neighbour stands still leaves a message for all. Time is counted only
-while a rank runs itself: one that was stopped and continues has not seen the others stand still.
+it in a ring. A rank whose neighbour stands still leaves a message for all, and so does one whose
+GPU does. Time is counted only while a rank runs itself: one that was stopped and continues has not
+seen the others stand still.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Watchdog:
         self.most = self.timeout - _EARLIER * self.seconds
         self.neighbour = (self.rank - 1) % self.ranks
         self.words, self.silence, self.announced = "", 0.0, False
+        # Says what is wrong with this rank's GPU, if anything is.
+        self.look: Callable[[float], str | None] = lambda seconds: None
         # What others do, in words; empty before and after training.
         self.activities: dict[int, str] = {}
         self.ended = threading.Event()
@@ -114,6 +117,8 @@ class Watchdog:
                 still = still + own if latest == before and self.activities[self.neighbour] else 0.0
                 if still > self.most:
                     self.store.set(_LOST, self._line(self.neighbour))
+                elif hangs := self.look(own):
+                    self.store.set(_LOST, f"rank {self.rank} {hangs}")
                 if self.store.check([_LOST]) and not last:
                     self._announce(self.store.get(_LOST).decode())
             except RuntimeError:  # the store is gone; who needs it will say so

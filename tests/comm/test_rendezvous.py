@@ -15,6 +15,7 @@ from pipedream.comm import communicators
 from pipedream.comm.communicators import Communicators, Use, among
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
+from pipedream.comm.rendezvous import keep_torch_from_aborting
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
@@ -95,3 +96,22 @@ def _timeouts(rank: int, ranks: int, port: int) -> list[float]:
     made = Communicators.connect([among(range(ranks), Use.SUMS)], cpu, "gloo", 7.0)
     groups = (dist.group.WORLD, made.sums(range(ranks)))
     return [each._get_backend(cpu).options._timeout.total_seconds() for each in groups]
+
+
+@pytest.mark.parametrize(
+    ("there", "by_torchrun", "mode"),
+    [(None, False, "0"), ("1", True, "0"), ("1", False, "1"), ("3", True, "3")],
+)
+def test_torch_ends_no_rank_unless_the_user_says_so(
+    there: str | None, by_torchrun: bool, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun sets 1 where the user has set nothing."""
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "1"})
+    if there is not None:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = there
+    if by_torchrun:
+        os.environ["TORCHELASTIC_RUN_ID"] = "7"
+    keep_torch_from_aborting()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == mode
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "1"

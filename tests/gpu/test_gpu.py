@@ -21,7 +21,8 @@ from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, Ru
 from pipedream.profiler.cli import main as pd_profile
 from pipedream.runtime.engine.action_times import ActionTimes
 from pipedream.runtime.run.job import Job
-from pipedream.schedule.action import parse_action
+from pipedream.runtime.supervise.device_progress import DeviceProgress
+from pipedream.schedule.action import Action, Kind, parse_action
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,3 +120,23 @@ def test_a_model_is_profiled_with_cuda_events(tmp_path: Path) -> None:
     operators = read_operators(tmp_path / "operators.json")
     seconds = sum(profile["totals"][f"{each}_seconds"] for each in ("forward", "backward"))
     assert sum(operators.seconds.values()) == pytest.approx(seconds, rel=0.05)
+
+
+def test_a_kernel_that_does_not_end_is_noticed_while_the_host_goes_on() -> None:
+    """And the thread that waits for it leaves Python's lock to those that say the rank lives."""
+    progress = DeviceProgress.of(torch.device("cuda", 0), 4.0)
+    assert progress is not None
+    progress.words = "at 0F7"
+    progress.begin(Action(Kind.FORWARD, 0, 0, 7, 0))
+    begin = time.monotonic()
+    torch.cuda._sleep(4 * 10**9)  # cycles: some seconds
+    progress.given()
+    while progress.at is None:
+        assert time.monotonic() - begin < 1.0
+        time.sleep(0.01)
+    found = [progress.look(1.0) for _ in range(4)]
+    assert found[-1] == "has not responded for 4 s at 0F7 (on its GPU)"
+    torch.cuda.synchronize()
+    while progress.at is not None:
+        time.sleep(0.01)
+    assert progress.look(1.0) is None

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -75,10 +75,15 @@ def typed_together(
     command: Sequence[str],
     places: Sequence[Mapping[str, str]],
     seconds: float = 60.0,
+    prepare: Callable[[], None] | None = None,
 ) -> list[Done]:
-    """The same several times at once, with these variables each: as a launcher would."""
+    """The same several times at once, with these variables each: as a launcher would. `prepare` is
+    called in each process first.
+    """
     deadline = time.monotonic() + seconds
-    begun = [begin(folder, command, each, str(number)) for number, each in enumerate(places)]
+    begun = [
+        begin(folder, command, each, str(number), prepare) for number, each in enumerate(places)
+    ]
     try:
         return [each.done(deadline - time.monotonic()) for each in begun]
     finally:
@@ -87,23 +92,35 @@ def typed_together(
 
 
 def begin(
-    folder: Path, command: Sequence[str], variables: Mapping[str, str], name: str = ""
+    folder: Path,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    name: str = "",
+    prepare: Callable[[], None] | None = None,
 ) -> Begun:
     """Starts the same; `name` sets it apart from others of the folder."""
     files = folder / f".out{name}", folder / f".error{name}"
-    process = warm_context().Process(target=_become, args=(folder, command, dict(variables), files))
+    process = warm_context().Process(
+        target=_become, args=(folder, command, dict(variables), files, prepare)
+    )
     process.start()
     return Begun(process, files)
 
 
 def _become(
-    folder: Path, command: Sequence[str], variables: Mapping[str, str], files: tuple[Path, Path]
+    folder: Path,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    files: tuple[Path, Path],
+    prepare: Callable[[], None] | None,
 ) -> None:
     for path, descriptor in zip(files, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.chdir(folder)
     os.environ |= {"OMP_NUM_THREADS": "1", **variables}
     sys.argv = [str(PROGRAMS / command[0]), *command[1:]]
+    if prepare is not None:
+        prepare()
     import_module(MAIN[command[0]]).main(list(command[1:]))
 
 

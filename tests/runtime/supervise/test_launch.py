@@ -172,6 +172,23 @@ def test_a_stopped_worker_is_noticed(start, tmp_path):
 
 
 @pytest.mark.slow
+def test_one_whose_gpu_hangs_is_named_and_started_again(start, tmp_path):
+    """Its heartbeat goes on."""
+    script = """
+    if rank == 1 and restarts() == 0:
+        looks = []
+        def look(seconds):
+            looks.append(seconds)
+            return "has not responded for 9 s at 1F3" if sum(looks) > 0.5 else None
+        heartbeats.look = look
+    time.sleep(0 if restarts() else 60)
+    """
+    code, _, error = finished(start(script, restarts=1), tmp_path)
+    line = "pd-train: rank 1 has not responded for 9 s at 1F3; restart 1 of 1\n"
+    assert (code, error) == (0, line)
+
+
+@pytest.mark.slow
 def test_one_that_is_not_at_work_yet_may_stand_still(start, tmp_path):
     """It imports libraries, say, and no other thread of it can run meanwhile."""
     script = """

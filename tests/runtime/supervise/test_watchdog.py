@@ -109,6 +109,22 @@ def test_one_of_two_that_stand_still_is_named(rings: list[Ring]) -> None:
     assert ring.said[0] == ring.said[3] == "rank 2 has not responded for 1 s at work"
 
 
+@pytest.mark.slow
+def test_all_name_the_one_whose_gpu_hangs(rings: list[Ring]) -> None:
+    """It says so itself, since it still beats, and ends as the others do."""
+    rings.append(ring := Ring(3))
+    ring.all_say(["at work"] * 3)
+    looked: list[float] = []
+
+    def look(seconds: float) -> str | None:
+        looked.append(seconds)
+        return "has not responded for 1 s at 1F7" if sum(looked) > 0.3 else None
+
+    ring.watchdogs[1].look = look
+    until(lambda: {0, 1, 2} <= ring.said.keys())
+    assert set(ring.said.values()) == {"rank 1 has not responded for 1 s at 1F7"}
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_nobody_stands_still_who_is_at_the_same_action_for_long(rings: list[Ring]) -> None:
