@@ -82,6 +82,8 @@ def _reports(context: RankContext) -> list[dict[str, Any]]:
             "replica": stage.replica,
             "peak_memory_bytes": context.memory.bytes,
             "predicted_memory_bytes": _predicted_memory(context),
+            "reserved_memory_bytes": context.memory.reserved,
+            "rest_of_gpu_bytes": context.memory.rest,
             "weight_versions": context.weights[stage.stage].peak_versions,
             "in_flight": context.peak_in_flight[stage.stage],
             "updates_left_out": stepping.stages[stage.stage].skipped,

@@ -1,4 +1,4 @@
-"""The peak memory of a rank's tensors."""
+"""The peak memory of a rank's tensors, and on a GPU what else is taken there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import torch
 class PeakMemory:
     """Measures from when it is made, in stretches between `begin` and `end`.
 
-    On a GPU it is torch's own count. On a CPU it is the resident memory of the process, without the
+    `bytes`: on a GPU torch's own count; `reserved` is then what torch held of the GPU to find room
+    for them, `rest` what it did not know of at the ends of stretches: contexts, buffers of NCCL,
+    other processes. Both are None on a CPU. On a CPU it is the resident memory of the process, without the
     files mapped into it, less what was resident when this was made and is none of the
     `tensors` that the rank had by then: the interpreter, torch, the dataset. What is freed and kept
     (`keep_freed_memory`) counts, too.
@@ -23,6 +25,8 @@ class PeakMemory:
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
         self.device = device
         self.bytes = 0
+        self.reserved: int | None = None
+        self.rest: int | None = None
         self.aside = 0
         if device.type == "cpu":
             _give_back()
@@ -42,9 +46,13 @@ class PeakMemory:
         return max(0, _resident("RssAnon") - self.aside)
 
     def end(self) -> None:
-        """Ends a stretch: `bytes` is then the most since any `begin`."""
+        """Ends a stretch: all figures are then the most since any `begin`."""
         if self.device.type == "cuda":
             now = torch.cuda.max_memory_allocated(self.device)
+            self.reserved = max(self.reserved or 0, torch.cuda.max_memory_reserved(self.device))
+            free, total = torch.cuda.mem_get_info(self.device)
+            unknown = total - free - torch.cuda.memory_reserved(self.device)
+            self.rest = max(self.rest or 0, unknown)
         else:
             now = _resident("VmHWM") - _resident("RssFile") - self.aside
         self.bytes = max(self.bytes, now)

@@ -112,12 +112,17 @@ def held_out_figures(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def peak_memory(summary: Mapping[str, Any]) -> tuple[float, str]:
-    """Returns the bytes of the rank that had most, and in words which that is and what was planned
-    for it.
+    """Returns the bytes of the rank that had most, and in words which that is, what was planned
+    for it, and what else its GPU had to hold.
     """
     fullest = max(summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])
     planned = fullest["predicted_memory_bytes"]
     more = f", planned {show_bytes(planned)}" if planned else ""
+    if fullest["reserved_memory_bytes"] is not None:
+        reserved, rest = fullest["reserved_memory_bytes"], fullest["rest_of_gpu_bytes"]
+        more += (
+            f"; torch reserved {show_bytes(reserved)}, the rest on the GPU is {show_bytes(rest)}"
+        )
     return fullest["peak_memory_bytes"], f"on rank {fullest['rank']}{more}"
 
 

@@ -264,8 +264,15 @@ def ranks_memory(run: FinishedRun) -> Table:
                 "replica": replica,
                 "peak memory": show_bytes(reports[0]["peak_memory_bytes"]),
                 "planned": show_bytes(planned) if planned else "",
+                "reserved by torch": _shown(reports[0]["reserved_memory_bytes"]),
+                "rest on the GPU": _shown(reports[0]["rest_of_gpu_bytes"]),
                 "weight versions": ",".join(str(each["weight_versions"]) for each in reports),
                 "minibatches in flight": ",".join(str(each["in_flight"]) for each in reports),
             }
         )
     return Table(rows)
+
+
+def _shown(size: float | None) -> str:
+    """Returns bytes as text; empty where there are none, as on a CPU."""
+    return "" if size is None else show_bytes(size)

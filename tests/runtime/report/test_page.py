@@ -164,6 +164,8 @@ def _summary() -> dict[str, Any]:
         "replica": 0,
         "peak_memory_bytes": 2e6,
         "predicted_memory_bytes": 1e6,
+        "reserved_memory_bytes": None,
+        "rest_of_gpu_bytes": None,
         "weight_versions": 2,
         "in_flight": 2,
         "updates_left_out": 0,
@@ -228,6 +230,17 @@ def test_everything_that_is_known_stands_on_the_page(
     assert len(read.all("img")) == 2
     assert cells(page, "1", "1", "2") == ["2", "b: Linear … c: Linear", "0 B", "–", "6 ms", "9 ms"]
     assert len(page) < 1e6
+
+
+def test_memory_of_gpus_has_columns_of_its_own(tmp_path: Path) -> None:
+    run = finished(tmp_path)
+    assert "reserved by torch" not in written(run)
+    more = {"reserved_memory_bytes": 3e6, "rest_of_gpu_bytes": 5e8}
+    ranks = [rank | more for rank in run.summary["ranks"]]
+    page = written(replace(run, summary={**run.summary, "ranks": ranks}))
+    for text in ("reserved by torch", "rest on the GPU", "3 MB", "500 MB"):
+        assert f">{text}</t" in page
+    assert cells(page, "0", "0", "0", "2 MB") == ["1 MB", "3 MB", "500 MB", "2", "2"]
 
 
 def test_the_page_loads_and_executes_nothing(tmp_path: Path) -> None:

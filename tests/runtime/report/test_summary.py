@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ SUMMARY: dict[str, Any] = {
     "final_loss": 0.5,
     "ranks": [
         {"rank": 0, "peak_memory_bytes": 2e6, "updates_left_out": 0}
-        | {"predicted_memory_bytes": 1e6}
+        | {"predicted_memory_bytes": 1e6, "reserved_memory_bytes": None, "rest_of_gpu_bytes": None}
     ],
 }
 
@@ -45,3 +46,16 @@ def test_says_what_the_figures_are_for(tmp_path: Path, capsys: pytest.CaptureFix
         "memory              2 MB on rank 0, planned 1 MB",
         f"Written: {tmp_path}/summary.json, metrics.jsonl, checkpoints",
     ]
+
+
+def test_memory_on_a_gpu_is_what_torch_holds_and_what_it_does_not_know_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished(tmp_path, steady=True, planned_batch=16)
+    (rank,) = SUMMARY["ranks"]
+    on_gpu = rank | {"reserved_memory_bytes": 3e6, "rest_of_gpu_bytes": 5e8}
+    write_summary(replace(run, summary=SUMMARY | {"ranks": [on_gpu]}), "")
+    assert (
+        "memory              2 MB on rank 0, planned 1 MB;"
+        " torch reserved 3 MB, the rest on the GPU is 500 MB\n"
+    ) in capsys.readouterr().out
