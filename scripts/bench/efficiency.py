@@ -200,7 +200,10 @@ def engine_of(rank: LocalModel, transport: Still | Transport) -> Engine:
         loss=rank.loss,
         weights=Weights(stage.parameters),
         stepping=Stepping(
-            {stage.stage: stage.make_stepping({})}, rank.job.config, losses, losses.add_up
+            {stage.stage: stage.make_stepping({}, lambda _: None)},
+            rank.job.config,
+            losses,
+            losses.add_up,
         ),
         groups=StageGroups(None),
         on_loss=lambda minibatch, loss: None,

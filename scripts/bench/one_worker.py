@@ -19,14 +19,15 @@ from efficiency import MODELS, Same, Still, engine_of, plain_loop, prepare, rank
 
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.comm.rank_info import RankInfo
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import TrainingSegment
 
 TURNS = 9
 MINIBATCHES = 10
 
 
 class Bench:
-    def __init__(self, folder: Path) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    def __init__(self, folder: Path, device: str) -> None:
         self.rank = rank_of(folder, RankInfo(0, 1, 0, 1, "127.0.0.1", 0), device)
         self.batch = self.rank.examples.epoch(1).batch(0)
         self.plain = plain_loop(self.rank, self.batch)
@@ -36,7 +37,8 @@ class Bench:
             self.plain()
 
     def engine(self) -> None:
-        engine_of(self.rank, Still()).run(self.rank.actions(MINIBATCHES), Same(self.batch))
+        actions = ActionStream(TrainingSegment(0, MINIBATCHES), self.rank.actions(MINIBATCHES))
+        engine_of(self.rank, Still()).run(actions, Same(self.batch))
 
     def pair(self) -> tuple[float, float]:
         """Seconds per minibatch of the plain loop and of the engine."""
@@ -62,7 +64,7 @@ def main() -> None:
     for name in sys.argv[1:] or MODELS:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             prepare(name, Path(folder), stages=1)
-            bench = Bench(Path(folder))
+            bench = Bench(Path(folder), "cuda" if torch.cuda.is_available() else "cpu")
             pairs = [bench.pair() for _ in range(TURNS + 1)][1:]  # the first is to warm up
         show(name, pairs)
 

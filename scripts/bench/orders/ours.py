@@ -156,7 +156,7 @@ class Ours:
 
     def _executor(self, stage: LocalStage) -> Executor:
         losses = LossSum(lambda tensor: None, torch.device("cpu"))
-        steppings = {stage.stage: stage.make_stepping({})}
+        steppings = {stage.stage: stage.make_stepping({}, lambda _: None)}
         return Executor(
             stage_modules=stage.stage_modules,
             transport=self.transport,

@@ -1,0 +1,1 @@
+"""What is measured: functions of a Setting that return a Measured, each in a process of its own."""
