@@ -54,10 +54,11 @@ def check_ranks(
     proves that ranks begin what they do together in one order (`operations`).
     """
     workers = workers_by_rank(assignment)
+    peaks = _replayed(schedule, {tuple(workers[rank]): each for rank, each in actions.items()})
     problem = disorder(actions, assignment, schedule.spec.tied)
     if problem is not None:
         raise UnsoundError(problem)
-    return _replayed(schedule, {tuple(workers[rank]): each for rank, each in actions.items()})
+    return peaks
 
 
 def _replayed(

@@ -38,7 +38,9 @@ def updates_together(actions: Iterable[Action], workers: Collection[Worker]) -> 
     return written
 
 
-def sums_together(actions: Iterable[Action], workers: Collection[Worker]) -> list[Action]:
+def sums_together(
+    actions: Iterable[Action], workers: Collection[Worker], tied: Collection[int] = ()
+) -> list[Action]:
     """Moves what closes a round of these `workers`, all of a rank, behind the last backward pass of
     the round: each ALL_REDUCE, the latest stage first, and then the rest.
 
@@ -48,7 +50,8 @@ def sums_together(actions: Iterable[Action], workers: Collection[Worker]) -> lis
     these sums: one that began another first could wait for a peer that waits for it. Of stages that
     share a parameter all gradients are there. Only for a pipeline that is empty after each round:
     no pass of the next one comes in between. The messages of a sum over replicas are on their way
-    since the gradients came, so it is not later for that.
+    since the gradients came, so it is not later for that. Stages that are `tied` come last: the sum
+    over what they share is begun with the last of them, when no other of the rank is to begin.
 
     For two workers that finish a round one after the other:
 
@@ -64,7 +67,7 @@ def sums_together(actions: Iterable[Action], workers: Collection[Worker]) -> lis
         if action.kind is Kind.UPDATE and all(closing.values()):
             whole = [ended for of_worker in closing.values() for ended in _to_update(of_worker)]
             sums = [ended for ended in whole if ended.kind is Kind.ALL_REDUCE]
-            written += sums[::-1]
+            written += sorted(sums, key=lambda ended: (ended.stage in tied, -ended.stage))
             written += [ended for ended in whole if ended.kind is not Kind.ALL_REDUCE]
     return written
 

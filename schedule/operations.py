@@ -39,7 +39,7 @@ class Operation(NamedTuple):
 
 @dataclass
 class SumTurns:
-    """When a rank begins the sums of its stages: the latest stage first, each when its gradients
+    """When a rank begins the sums of its stages: in the order of the list, each when its gradients
     are there and those of the stages before have begun.
 
     `closing[stage]`: the minibatches whose backward pass is the last of a round.
@@ -53,7 +53,7 @@ class SumTurns:
 
     @staticmethod
     def of(actions: Sequence[Action]) -> SumTurns:
-        stages = sorted({a.stage for a in actions if a.kind is Kind.ALL_REDUCE}, reverse=True)
+        stages = sum_order(actions)
         by_stage = {stage: [a for a in actions if a.stage == stage] for stage in stages}
         return SumTurns(stages, {stage: closing(own) for stage, own in by_stage.items()})
 
@@ -70,6 +70,11 @@ class SumTurns:
             self.ended += 1
             if self.ended == len(self.stages):
                 self.at, self.ended, self.full = 0, 0, set()
+
+
+def sum_order(actions: Iterable[Action]) -> list[int]:
+    """Returns the stages in the order in which a rank waits for their sums, and begins them."""
+    return list(dict.fromkeys(a.stage for a in actions if a.kind is Kind.ALL_REDUCE))
 
 
 def closing(actions: Iterable[Action]) -> frozenset[int]:

@@ -190,7 +190,7 @@ def write_actions(schedule: Schedule, workers: Collection[Worker], passes: Passe
         writers[worker].write(step)
     reduces = any(schedule.spec.reduces(stage) for stage, _ in workers)
     if reduces and len(workers) > 1 and schedule.policy.drains:
-        actions = sums_together(actions, workers)
+        actions = sums_together(actions, workers, schedule.spec.tied)
     return updates_together(actions, workers) if schedule.spec.joint_norm else actions
 
 

@@ -15,6 +15,7 @@ from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.supervise.device_progress import DeviceProgress
 from pipedream.schedule.action import BACKWARDS, RECEIVES, Action, Kind
+from pipedream.schedule.operations import sum_order
 from pipedream.schedule.overlap import FIRST_LOOK_AHEAD, LOOK_AHEAD
 
 _PASSES = BACKWARDS | {Kind.FORWARD}
@@ -43,9 +44,8 @@ class Engine:
         """Performs one segment. Raises PeerLost, naming the action that could not be done."""
         for executor in self.executors.values():
             executor.begin(data)
-        latest_first = sorted(self.executors.items(), reverse=True)  # as `closing.sums_together`
-        SumTurns([sums for _, executor in latest_first for sums in executor.buckets])
-        self.times.begin()
+        order = sum_order(stream.actions)
+        SumTurns([sums for stage in order for sums in self.executors[stage].buckets])
         self._perform(stream)
         self.transport.drain()
         self.times.end()

@@ -16,8 +16,8 @@ class PeakMemory:
 
     `bytes`: on a GPU torch's own count; `reserved` is then what torch held of the GPU to find room
     for them, `rest` what it did not know of at the ends of stretches: contexts, buffers of NCCL,
-    other processes. Both are None on a CPU. On a CPU it is the resident memory of the process, without the
-    files mapped into it, less what was resident when this was made and is none of the
+    other processes. Both are None on a CPU, where `bytes` is the resident memory of the process,
+    without the files mapped into it, less what was resident when this was made and is none of the
     `tensors` that the rank had by then: the interpreter, torch, the dataset. What is freed and kept
     (`keep_freed_memory`) counts, too.
     """

@@ -123,6 +123,8 @@ class _Stage:
 
 
 class _Transport:
+    is_queued = False
+
     def drain(self) -> None: ...
 
 
