@@ -24,7 +24,7 @@ CHECKS = (
     Check(
         "tests",
         f"{_FROM_MEASURES}gpu_tests:failures",
-        200,
+        180,
         _EQUAL,
         "failures",
         {"path": "tests/gpu/test_gpu.py"},
