@@ -46,6 +46,7 @@ class Engine:
             executor.begin(data)
         order = sum_order(stream.actions)
         SumTurns([sums for stage in order for sums in self.executors[stage].buckets])
+        self.times.begin()
         self._perform(stream)
         self.transport.drain()
         self.times.end()
