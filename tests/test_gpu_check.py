@@ -56,7 +56,8 @@ def broken(setting):
 
 def hangs(setting):
     grandchild = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', "
-    grandchild += "'import time; time.sleep(600)'], start_new_session=True).pid)"
+    grandchild += "'import time; time.sleep(600)'], start_new_session=True,"
+    grandchild += " stdout=-3, stderr=-3).pid)"  # DEVNULL, else who reads its output waits for it
     done = subprocess.run([sys.executable, "-c", grandchild], capture_output=True, text=True)
     Path("orphan").write_text(done.stdout)
     time.sleep(600)
