@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipedream.comm.device.copies import copy_all
 from pipedream.comm.transport import Sum, Transport
+from pipedream.schedule.operations import Turns
 from pipedream.schedule.overlap import BUCKET_BYTES
 
 
@@ -71,6 +72,8 @@ class _Bucket:
 class Buckets:
     """The sums of one stage's gradients over `group`, one round after the other."""
 
+    turns: Turns[Buckets]
+
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
@@ -85,7 +88,7 @@ class Buckets:
         ]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
         self.full = self.begun = 0
-        self.turns = SumTurns([self])
+        take_turns([self])
 
     @contextmanager
     def filling(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
@@ -117,7 +120,7 @@ class Buckets:
         if name in self.bucket_of:
             self.bucket_of[name].missing.discard(name)
             self._fill(gradient)
-            self.turns.advance()
+            self.turns.advance(Buckets.begin)
 
     def finish(self, gradients: dict[str, Tensor]) -> None:
         """Replaces this replica's `gradients` by the sums, which are valid until the next round.
@@ -128,7 +131,7 @@ class Buckets:
         for bucket in self.buckets:
             bucket.missing.clear()
         self._fill(gradients.get)
-        self.turns.advance()
+        self.turns.advance(Buckets.begin)
         for bucket in self.buckets:
             assert bucket.sum is not None
             bucket.sum.wait()
@@ -136,7 +139,7 @@ class Buckets:
             gradients.update((n, part) for n, part in bucket.views(self.parameters) if n in learned)
             bucket.missing, bucket.without, bucket.sum = set(bucket.names), set(), None
         self.full = self.begun = 0
-        self.turns.end(self)
+        self.turns.end_one()
 
     def begin(self) -> bool:
         """Begins the sums of full buckets, in their order; returns whether all have begun. Raises
@@ -156,26 +159,13 @@ class Buckets:
             self.full += 1
 
 
-class SumTurns:
-    """The order in which all sums of a rank begin in each round, the same on all its peers: those
-    of `every` in turn, as soon as they are full.
+def take_turns(every: Sequence[Buckets]) -> None:
+    """Has all sums of a rank begin in this order in each round, each as soon as it is full: the
+    order that is the same on all its peers.
     """
-
-    def __init__(self, every: Sequence[Buckets]) -> None:
-        self.every, self.at, self.left = every, 0, len(every)
-        for buckets in every:
-            buckets.turns = self
-
-    def advance(self) -> None:
-        """Begins what is full, up to the first that is not. Raises PeerLost."""
-        while self.at < len(self.every) and self.every[self.at].begin():
-            self.at += 1
-
-    def end(self, buckets: Buckets) -> None:
-        """Notes that the sums of a round of these are there."""
-        self.left -= 1
-        if not self.left:
-            self.at, self.left = 0, len(self.every)
+    turns = Turns(every)
+    for buckets in every:
+        buckets.turns = turns
 
 
 def _divide(parameters: Mapping[str, Tensor], most_bytes: int) -> list[list[str]]:

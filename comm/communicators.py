@@ -9,64 +9,24 @@ same order on all ranks; with nothing else under way, none waits for what anothe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipedream.comm.exchange import ExchangeGroup
-from pipedream.comm.messages import PeerLost, TeamLinks, begin_messages
+from pipedream.comm.messages import TeamLinks, begin_messages, lost
 from pipedream.graph.errors import UserError
-from pipedream.schedule.channel import Ranks, TeamLink
+from pipedream.schedule.channel import Communicator, Ranks, TeamLink, Use, among
 
 MOST_COMMUNICATORS = 31
 """Of a rank, its world included: torch has 32 streams for them, and one that shares its stream
 waits for the other's receives. One is left for copies."""
 
 _CTAS_OF_LINKS = 4
-
-
-class Use(StrEnum):
-    """What a communicator is for. Operations of one use have one order on all of its ranks; those
-    of different uses have not, so that these never share a communicator.
-    """
-
-    SUMS = "sums"
-    TIED_SUMS = "sums of tied parameters"
-    EXCHANGE = "exchange"
-    GRADIENT_MESSAGES = "messages back"
-    ACTIVATION_MESSAGES = "messages"
-
-
-class Communicator(NamedTuple):
-    """`ranks` that use it; of messages first those that send, and in `receivers` those that receive
-    them.
-    """
-
-    use: Use
-    ranks: Ranks
-    receivers: Ranks = ()
-
-    @staticmethod
-    def of_link(link: TeamLink) -> Communicator:
-        senders, receivers, is_gradient = link
-        use = Use.GRADIENT_MESSAGES if is_gradient else Use.ACTIVATION_MESSAGES
-        return Communicator(use, senders, receivers)
-
-    @property
-    def members(self) -> list[int]:
-        """Returns all its ranks, in ascending order."""
-        return sorted({*self.ranks, *self.receivers})
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """Returns the ranks that messages go from and to."""
-        receivers = self.ranks if self.use is Use.EXCHANGE else self.receivers
-        return [(one, other) for one in self.ranks for other in receivers if one != other]
 
 
 @dataclass(frozen=True)
@@ -116,11 +76,6 @@ class Communicators:
         }
 
 
-def among(ranks: Iterable[int], use: Use) -> Communicator:
-    """Returns that of ranks which all do the same."""
-    return Communicator(use, tuple(sorted(ranks)))
-
-
 def for_messages(team_links: Iterable[TeamLink], backend: str) -> list[Communicator]:
     """Returns those for messages on these links of a rank. gloo needs none: its messages have tags,
     and nothing waits for another.
@@ -142,29 +97,20 @@ def _check(wanted: Iterable[Communicator], here: int, backend: str) -> list[Comm
 def _of_all_ranks(known: Collection[Communicator]) -> list[Communicator]:
     """Returns those that any rank wants, in the order in which all of them make them."""
     every: list[Any] = [None] * dist.get_world_size()
-    try:
+    with lost("the ranks did not all come to connect"):
         dist.all_gather_object(every, list(known))
-    except RuntimeError as error:
-        raise PeerLost("the ranks did not all come to connect") from error
     wanted = sorted({each for of_rank in every for each in of_rank})
     for each in wanted:
-        missing = _missing(each, every)
+        missing = [rank for rank in each.members if each not in every[rank]]
         assert not missing, f"ranks {missing} do not know of {each}"
     return wanted
 
 
-def _missing(each: Communicator, every: Sequence[Collection[Communicator]]) -> list[int]:
-    return [rank for rank in each.members if each not in every[rank]]
-
-
 def _make(each: Communicator, backend: str, timeout: float) -> dist.ProcessGroup:
     """Makes a group; all ranks of the run call it in the same order."""
-    try:
-        group: dist.ProcessGroup = dist.new_group(
-            each.members, timedelta(seconds=timeout), pg_options=_options(each, backend)
-        )
-    except RuntimeError as error:
-        raise PeerLost(f"the ranks {each.members} could not be connected") from error
+    limit, options = timedelta(seconds=timeout), _options(each, backend)
+    with lost(f"the ranks {each.members} could not be connected"):
+        group: dist.ProcessGroup = dist.new_group(each.members, limit, pg_options=options)
     return group
 
 
@@ -187,14 +133,12 @@ def _use(each: Communicator, group: dist.ProcessGroup, device: torch.device, bac
         return
     here = dist.get_rank()
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    try:
+    outgoing = [(other, byte) for one, other in each.pairs if one == here]
+    incoming = [(one, torch.empty_like(byte)) for one, other in each.pairs if other == here]
+    with lost(f"the ranks {each.members} could not be connected"):
         if not each.receivers:
             dist.all_reduce(byte, group=group)
-        outgoing = [(other, byte) for one, other in each.pairs if one == here]
-        incoming = [(one, torch.empty_like(byte)) for one, other in each.pairs if other == here]
         for work in begin_messages(group, outgoing, incoming):
             work.wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        raise PeerLost(f"the ranks {each.members} could not be connected") from error

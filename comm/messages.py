@@ -37,6 +37,17 @@ class PeerLost(RuntimeError):
         self.peer = peer
 
 
+@contextmanager
+def lost(message: str, peer: int | None = None) -> Iterator[None]:
+    """Raises PeerLost where torch.distributed reports an error."""
+    try:
+        yield
+    except PeerLost:
+        raise
+    except RuntimeError as error:
+        raise PeerLost(message, peer) from error
+
+
 def begin_messages(
     group: dist.ProcessGroup,
     outgoing: Iterable[tuple[int, torch.Tensor]],
@@ -82,20 +93,20 @@ class QueuedMessages:
             self.sent.popleft()
         tensors = [(c.target, tensor) for c, message in parts.items() for tensor in message]
         peer = next(iter(parts)).target
-        with _lost(f"cannot send to rank {peer}", peer):
+        with lost(f"cannot send to rank {peer}", peer):
             self.sent.append((begin_messages(self._group(parts), tensors, ()), parts))
 
     def receive(self, parts: Parts) -> Future[Works]:
         tensors = [(c.source, tensor) for c, message in parts.items() for tensor in message]
         peer = next(iter(parts)).source
         begun: Future[Works] = Future()
-        with _lost(f"cannot receive from rank {peer}", peer):
+        with lost(f"cannot receive from rank {peer}", peer):
             works = begin_messages(self._group(parts), (), tensors)
         begun.set_result({channel: [] if n else works for n, channel in enumerate(parts)})
         return begun
 
     def drain(self) -> None:
-        with _lost("a message did not arrive"):
+        with lost("a message did not arrive"):
             for works, _ in self.sent:
                 for work in works:
                     work.wait()
@@ -161,7 +172,7 @@ class TaggedMessages:
             return
         works = []
         for channel, message in parts.items():
-            with _lost(f"cannot send to rank {channel.target}", channel.target):
+            with lost(f"cannot send to rank {channel.target}", channel.target):
                 works += [dist.isend(each, channel.target, tag=channel.tag) for each in message]
         self.outgoing.put((works, parts))
 
@@ -173,10 +184,10 @@ class TaggedMessages:
         try:
             for channel, message in parts.items():
                 source, tag = channel.source, channel.tag
-                with _lost(f"cannot receive from rank {source}", source):
+                with lost(f"cannot receive from rank {source}", source):
                     works[channel] = [dist.irecv(each, source, tag=tag) for each in message]
-        except PeerLost as lost:
-            begun.set_exception(lost)
+        except PeerLost as error:
+            begun.set_exception(error)
             raise
         begun.set_result(works)
 
@@ -184,19 +195,10 @@ class TaggedMessages:
         """Waits for the sends in order, so that their tensors are freed once they are sent."""
         while (sent := self.outgoing.get()) is not None:
             try:
-                with _lost("a message did not arrive"):
+                with lost("a message did not arrive"):
                     for work in sent[0]:
                         work.wait()
-            except PeerLost as lost:
-                self.failure = lost
+            except PeerLost as error:
+                self.failure = error
                 return
             del sent
-
-
-@contextmanager
-def _lost(message: str, peer: int | None = None) -> Iterator[None]:
-    """Raises PeerLost where the backend reports an error."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(message, peer) from error

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from pipedream.comm.communicators import Communicator, Communicators, Use, among
+from pipedream.comm.communicators import Communicators
 from pipedream.comm.teams import Axes, Team, TeamGroups
 from pipedream.comm.tied_sums import TiedSums
 from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import RankAssignment
+from pipedream.schedule.channel import Communicator, Use, among
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.communicators import Communicator, Communicators, Use, among
+from pipedream.comm.communicators import Communicators
 from pipedream.comm.exchange import ExchangeGroup
 from pipedream.comm.redistribute import MeshGroups, along_axes, gather_tiles
 from pipedream.graph.placements.placement import Mesh, coordinates, device_count
 from pipedream.graph.placements.regions import Region
+from pipedream.schedule.channel import Communicator, Use, among
 from pipedream.sharding.tiles import Transfer
 
 Axes = tuple[int, ...]

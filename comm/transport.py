@@ -28,14 +28,15 @@ from pipedream.comm.device.copies import copy_all
 from pipedream.comm.messages import (
     Message,
     Messages,
-    PeerLost,
     QueuedMessages,
     TaggedMessages,
     TeamLinks,
     Works,
+    lost,
 )
 from pipedream.schedule.channel import Channel
 
+_NO_ANSWER = "a replica of this stage does not answer"
 _NO_LINKS: TeamLinks = MappingProxyType({})
 _Kind: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -151,13 +152,9 @@ class Transport:
         if channel.is_local:
             return self.handed[channel].popleft()
         message = self.arriving[channel].popleft()
-        try:
+        with lost(f"no message from rank {channel.source}", channel.source):
             for work in message.works.result()[channel]:
                 work.wait()
-        except PeerLost:
-            raise
-        except RuntimeError as error:
-            raise PeerLost(f"no message from rank {channel.source}", channel.source) from error
         if message.empty:
             return []
         return [buffer.to(self.device, non_blocking=True).detach() for buffer in message.buffers]
@@ -189,17 +186,13 @@ class Transport:
     def begin_sum(self, flat: torch.Tensor, group: dist.ProcessGroup | None) -> Sum:
         """Begins to replace `flat` by its sum over the group. Raises PeerLost."""
         staged = flat if flat.device == self.staged else self._to_send(flat)
-        try:
+        with lost(_NO_ANSWER):
             return Sum(flat, staged, dist.all_reduce(staged, group=group, async_op=True))
-        except RuntimeError as error:
-            raise PeerLost("a replica of this stage does not answer") from error
 
     def barrier(self) -> None:
         """Waits until every rank is here. Raises PeerLost."""
-        try:
+        with lost("the ranks did not all reach the end of the epoch"):
             dist.barrier()
-        except RuntimeError as error:
-            raise PeerLost("the ranks did not all reach the end of the epoch") from error
 
     def drain(self) -> None:
         """Waits until every send has arrived. Raises PeerLost."""
@@ -216,9 +209,7 @@ class Sum:
 
     def wait(self) -> None:
         """Waits until `flat` has the sum. Raises PeerLost."""
-        try:
+        with lost(_NO_ANSWER):
             self.work.wait()
-        except RuntimeError as error:
-            raise PeerLost("a replica of this stage does not answer") from error
         if self.staged is not self.flat:
             self.flat.copy_(self.staged, non_blocking=True)

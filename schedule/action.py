@@ -42,6 +42,11 @@ SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
+PASSES = BACKWARDS | {Kind.FORWARD}
+
+CLOSING = frozenset({Kind.ALL_REDUCE, Kind.NORM, Kind.UPDATE})
+"""What comes once in a round of a worker, after its passes."""
+
 ENDS_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """After it the minibatch is no longer in flight and no longer needs its version of the weights. The
 last one of a round ends the round."""

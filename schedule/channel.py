@@ -1,8 +1,11 @@
-"""Channels of messages between ranks: the transport uses them, the checker proves their order."""
+"""Channels of messages between ranks, and the communicators that carry them and sums: the transport
+uses them, the checker proves their order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import StrEnum
 from math import lcm
 from typing import NamedTuple, TypeAlias
 
@@ -79,3 +82,48 @@ def team_links(assignment: RankAssignment, links: Iterable[StageLink]) -> list[T
     apart = [(one.ranks, other.ranks) for one, other in pairs if one.ranks != other.ranks]
     there = [(one, other, False) for one, other in apart]
     return sorted({*there, *((other, one, True) for one, other, _ in there)})
+
+
+class Use(StrEnum):
+    """What a communicator is for. Operations of one use have one order on all of its ranks; those
+    of different uses have not, so that these never share a communicator.
+    """
+
+    SUMS = "sums"
+    TIED_SUMS = "sums of tied parameters"
+    EXCHANGE = "exchange"
+    GRADIENT_MESSAGES = "messages back"
+    ACTIVATION_MESSAGES = "messages"
+    NORMS = "norms"
+
+
+class Communicator(NamedTuple):
+    """`ranks` that use it; of messages first those that send, and in `receivers` those that receive
+    them.
+    """
+
+    use: Use
+    ranks: Ranks
+    receivers: Ranks = ()
+
+    @staticmethod
+    def of_link(link: TeamLink) -> Communicator:
+        senders, receivers, is_gradient = link
+        use = Use.GRADIENT_MESSAGES if is_gradient else Use.ACTIVATION_MESSAGES
+        return Communicator(use, senders, receivers)
+
+    @property
+    def members(self) -> list[int]:
+        """Returns all its ranks, in ascending order."""
+        return sorted({*self.ranks, *self.receivers})
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Returns the ranks that messages go from and to."""
+        receivers = self.ranks if self.use is Use.EXCHANGE else self.receivers
+        return [(one, other) for one in self.ranks for other in receivers if one != other]
+
+
+def among(ranks: Iterable[int], use: Use) -> Communicator:
+    """Returns that of ranks which all do the same."""
+    return Communicator(use, tuple(sorted(ranks)))

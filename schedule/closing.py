@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 
-from pipedream.schedule.action import Action, Kind, Worker
-
-_CLOSING = frozenset({Kind.ALL_REDUCE, Kind.NORM, Kind.UPDATE})
+from pipedream.schedule.action import CLOSING, Action, Kind, Worker
 
 
 def updates_together(actions: Iterable[Action], workers: Collection[Worker]) -> list[Action]:
@@ -26,7 +24,7 @@ def updates_together(actions: Iterable[Action], workers: Collection[Worker]) -> 
     deferred: dict[Worker, deque[Action]] = {worker: deque() for worker in workers}
     for action in actions:
         waiting_here = deferred[action.stage, action.replica]
-        if action.kind is Kind.UPDATE or (waiting_here and action.kind in _CLOSING):
+        if action.kind is Kind.UPDATE or (waiting_here and action.kind in CLOSING):
             waiting_here.append(action)
         else:
             written.append(action)
@@ -60,7 +58,7 @@ def sums_together(
     written: list[Action] = []
     closing: dict[Worker, deque[Action]] = {worker: deque() for worker in sorted(workers)}
     for action in actions:
-        if action.kind not in _CLOSING:
+        if action.kind not in CLOSING:
             written.append(action)
             continue
         closing[action.stage, action.replica].append(action)

@@ -9,67 +9,48 @@ may have no other before it that its peer begins later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeVar
 
 from pipedream.graph.plan import RankAssignment
 from pipedream.schedule.action import ENDS_BACKWARD, RECEIVES, SENDS, Action, Kind, StageLink
-from pipedream.schedule.channel import Channel, TeamLink
+from pipedream.schedule.channel import Channel, Communicator, Use, among
 from pipedream.schedule.overlap import LOOK_AHEAD
 
-Use: TypeAlias = Literal["messages", "sums", "sums of tied parameters", "norms"]
+T = TypeVar("T")
 
 
 class Operation(NamedTuple):
-    """One on the communicator of `use` that has these `ranks`, all of which begin it. `link`: of
-    messages. `what`: which of them it is, the same on each rank.
+    """One that all members of the communicator begin. `what`: which of its operations it is, the
+    same on each rank.
     """
 
-    use: Use
-    ranks: tuple[int, ...]
-    link: TeamLink | None
+    communicator: Communicator
     what: tuple[Kind, StageLink, int]
-
-    @property
-    def communicator(self) -> tuple[Use, tuple[int, ...], TeamLink | None]:
-        return self[:3]
 
 
 @dataclass
-class SumTurns:
-    """When a rank begins the sums of its stages: in the order of the list, each when its gradients
-    are there and those of the stages before have begun.
-
-    `closing[stage]`: the minibatches whose backward pass is the last of a round.
+class Turns(Generic[T]):
+    """In which order a rank begins its sums in each round: those of `every` in turn, each when it
+    can and those before it have begun.
     """
 
-    stages: Sequence[int]
-    closing: Mapping[int, frozenset[int]]
-    at: int = 0
+    every: Sequence[T]
+    begun: int = 0
     ended: int = 0
-    full: set[int] = field(default_factory=set)
 
-    @staticmethod
-    def of(actions: Sequence[Action]) -> SumTurns:
-        stages = sum_order(actions)
-        by_stage = {stage: [a for a in actions if a.stage == stage] for stage in stages}
-        return SumTurns(stages, {stage: closing(own) for stage, own in by_stage.items()})
+    def advance(self, begin: Callable[[T], bool]) -> None:
+        """Begins what can begin, up to the first that cannot; `begin` returns whether it could."""
+        while self.begun < len(self.every) and begin(self.every[self.begun]):
+            self.begun += 1
 
-    def begun(self, action: Action) -> Iterator[int]:
-        """Yields the stages whose sums begin with this action."""
-        stage = action.stage
-        ends = action.kind in ENDS_BACKWARD and action.minibatch in self.closing.get(stage, ())
-        if ends or action.kind is Kind.ALL_REDUCE:
-            self.full.add(stage)
-        while self.at < len(self.stages) and self.stages[self.at] in self.full:
-            yield self.stages[self.at]
-            self.at += 1
-        if action.kind is Kind.ALL_REDUCE:
-            self.ended += 1
-            if self.ended == len(self.stages):
-                self.at, self.ended, self.full = 0, 0, set()
+    def end_one(self) -> None:
+        """Notes that one of them is there; with the last of them the round ends."""
+        self.ended += 1
+        if self.ended == len(self.every):
+            self.begun = self.ended = 0
 
 
 def sum_order(actions: Iterable[Action]) -> list[int]:
@@ -97,45 +78,53 @@ class RankOperations:
     actions: Sequence[Action]
     tied: frozenset[int] = frozenset()
     look_ahead: int = LOOK_AHEAD
-    counts: Counter[tuple[Use, int]] = field(default_factory=Counter)
-    handed: Counter[Kind] = field(default_factory=Counter)
 
     def __iter__(self) -> Iterator[tuple[Action, list[Operation]]]:
         """Yields each action with the operations that begin with it, receives that are posted ahead
         first.
         """
-        turns, posted = SumTurns.of(self.actions), 0
+        posted, self.counts, self.handed = 0, Counter[tuple[Use, int]](), Counter[Kind]()
+        self.ways = dict[Hashable, tuple[Communicator, Kind, StageLink]]()
+        self.turns, self.full = Turns(sum_order(self.actions)), set[int]()
         for position, action in enumerate(self.actions):
             committed = max(posted, min(position + self.look_ahead, len(self.actions)))
-            begun = [self._message(a) for a in self.actions[posted:committed] if a.kind in RECEIVES]
+            messages = [each for each in self.actions[posted:committed] if each.kind in RECEIVES]
             posted = committed
             if action.kind in SENDS:
-                begun.append(self._message(action))
-            begun += [self._sum("sums", [stage], stage) for stage in turns.begun(action)]
-            begun += self._together(action)
-            yield action, [each for each in begun if len(each.ranks) > 1]
+                messages.append(action)
+            begun = [*map(self._message, messages), *self._sums(action), *self._together(action)]
+            yield action, [each for each in begun if len(each.communicator.members) > 1]
 
     def _message(self, action: Action) -> Operation:
-        assert action.peer is not None
-        channel = Channel.of(action, self.assignment)
-        sources, targets, is_gradient = channel.team_link
-        kind = Kind.SEND_GRADIENT if is_gradient else Kind.SEND_ACTIVATION
-        ranks = () if channel.is_local else tuple(sorted({*sources, *targets}))
-        return Operation(
-            "messages", ranks, channel.team_link, (kind, channel.link, action.minibatch)
-        )
+        way = action.kind, action.stage, action.replica, action.peer
+        if way not in self.ways:
+            channel = Channel.of(action, self.assignment)
+            kind = Kind.SEND_GRADIENT if channel.is_gradient else Kind.SEND_ACTIVATION
+            self.ways[way] = Communicator.of_link(channel.team_link), kind, channel.link
+        communicator, kind, link = self.ways[way]
+        return Operation(communicator, (kind, link, action.minibatch))
+
+    def _sums(self, action: Action) -> list[Operation]:
+        """Returns the sums over replicas that begin with an action."""
+        ends = action.kind is Kind.ALL_REDUCE
+        if ends or (action.kind in ENDS_BACKWARD and action.minibatch in self._last[action.stage]):
+            self.full.add(action.stage)
+        first = self.turns.begun
+        self.turns.advance(self.full.__contains__)
+        begun = self.turns.every[first : self.turns.begun]
+        if ends:
+            self.turns.end_one()
+            if not self.turns.ended:
+                self.full.clear()
+        return [self._sum(Use.SUMS, [stage], stage) for stage in begun]
 
     def _together(self, action: Action) -> Iterator[Operation]:
         """Yields what the last of the rank's stages begins for all of them."""
         if action.kind is Kind.ALL_REDUCE and action.stage in self.tied:
-            if self._is_last(action, len(self._stages & self.tied)):
-                yield self._sum("sums of tied parameters", self.tied)
-        elif action.kind is Kind.NORM and self._is_last(action, len(self._stages)):
-            yield self._sum("norms", range(len(self.assignment)))
-
-    @cached_property
-    def _stages(self) -> frozenset[int]:
-        return frozenset(action.stage for action in self.actions)
+            if self._is_last(action, len(self._last.keys() & self.tied)):
+                yield self._sum(Use.TIED_SUMS, self.tied)
+        elif action.kind is Kind.NORM and self._is_last(action, len(self._last)):
+            yield self._sum(Use.NORMS, range(len(self.assignment)))
 
     def _is_last(self, action: Action, of: int) -> bool:
         self.handed[action.kind] += 1
@@ -144,8 +133,17 @@ class RankOperations:
     def _sum(self, use: Use, stages: Iterable[int], stage: int = -1) -> Operation:
         self.counts[use, stage] += 1
         ranks = {rank for each in stages for team in self.assignment[each] for rank in team.ranks}
-        number = self.counts[use, stage]
-        return Operation(use, tuple(sorted(ranks)), None, (Kind.ALL_REDUCE, (stage, stage), number))
+        what = Kind.ALL_REDUCE, (stage, stage), self.counts[use, stage]
+        return Operation(among(ranks, use), what)
+
+    @cached_property
+    def _last(self) -> Mapping[int, frozenset[int]]:
+        """By stage of the rank the minibatches whose backward pass is the last of a round."""
+        stages = {action.stage for action in self.actions}
+        return {
+            stage: closing(action for action in self.actions if action.stage == stage)
+            for stage in stages
+        }
 
 
 def disorder(
@@ -158,7 +156,7 @@ def disorder(
     for rank, own in actions.items():
         for _, begun in RankOperations(assignment, own, frozenset(tied)):
             for each in begun:
-                for queue in _queues(each, rank):
+                for queue in _queues(each.communicator, rank):
                     queues.setdefault(queue, {}).setdefault(rank, []).append(each)
     for by_rank in queues.values():
         first, *others = by_rank.values()
@@ -168,11 +166,11 @@ def disorder(
     return None
 
 
-def _queues(operation: Operation, rank: int) -> Iterator[Hashable]:
+def _queues(communicator: Communicator, rank: int) -> Iterator[Hashable]:
     """Yields what an operation of a rank has an order in: its communicator, and all that two ranks
     add up.
     """
-    yield operation.communicator
-    if operation.use != "messages":
-        for other in operation.ranks:
+    yield communicator
+    if not communicator.receivers:
+        for other in communicator.ranks:
             yield frozenset({rank, other})

@@ -14,7 +14,7 @@ from math import ceil, lcm
 
 from pipedream.graph.timeline import Timeline
 from pipedream.optimizer.simulate.simulation import Simulation
-from pipedream.schedule.action import Kind
+from pipedream.schedule.action import CLOSING, Kind
 from pipedream.schedule.steady_state import SteadySpan, bubble
 
 _TURNS = 12
@@ -22,8 +22,6 @@ _TURNS = 12
 
 _SAME = 1e-9
 """Relative tolerance for rounding of simulated times."""
-
-_OF_A_ROUND = (Kind.ALL_REDUCE, Kind.NORM, Kind.UPDATE)
 
 
 def rounds_to_play(replicas: Sequence[int], microbatches: int) -> Iterator[int]:
@@ -78,7 +76,7 @@ def _times(events: Timeline) -> dict[int, list[float]]:
     times: dict[int, list[float]] = {}
     for of_rank in events.values():
         for event in of_rank:
-            if event.action.kind not in _OF_A_ROUND:
+            if event.action.kind not in CLOSING:
                 times.setdefault(event.action.minibatch, []).append(event.end)
     return times
 

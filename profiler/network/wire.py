@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.communicators import Communicators, Use, among, for_messages
+from pipedream.comm.communicators import Communicators, for_messages
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.transport import Transport
 from pipedream.profiler.network.levels import Ranks
-from pipedream.schedule.channel import Channel
+from pipedream.schedule.channel import Channel, Use, among
 from pipedream.schedule.overlap import BUCKET_BYTES
 
 Wait = Callable[[], None]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pipedream.comm.buckets import SumTurns
+from pipedream.comm.buckets import take_turns
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.transport import Transport
 from pipedream.runtime.engine.action_times import ActionTimes
@@ -14,11 +14,9 @@ from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.supervise.device_progress import DeviceProgress
-from pipedream.schedule.action import BACKWARDS, RECEIVES, Action, Kind
+from pipedream.schedule.action import PASSES, RECEIVES, Action, Kind
 from pipedream.schedule.operations import sum_order
 from pipedream.schedule.overlap import FIRST_LOOK_AHEAD, LOOK_AHEAD
-
-_PASSES = BACKWARDS | {Kind.FORWARD}
 
 
 @dataclass
@@ -45,7 +43,7 @@ class Engine:
         for executor in self.executors.values():
             executor.begin(data)
         order = sum_order(stream.actions)
-        SumTurns([sums for stage in order for sums in self.executors[stage].buckets])
+        take_turns([sums for stage in order for sums in self.executors[stage].buckets])
         self.times.begin()
         self._perform(stream)
         self.transport.drain()
@@ -61,7 +59,6 @@ class Engine:
         while (committed := stream.commit(position, self._look_ahead())) > position:
             if stream.actions is not actions:
                 actions = stream.actions  # the first of them may be done already
-                self._look_out(actions)
                 for stage, executor in self.executors.items():
                     own = [action for action in actions if action.stage == stage]
                     executor.follow(own, stream.delays)
@@ -89,7 +86,7 @@ class Engine:
     def _look_out(self, actions: Sequence[Action]) -> None:
         """Notes which kinds of passes are yet to be done a first time."""
         if self.transport.is_queued:
-            passes = {(action.stage, action.kind) for action in actions if action.kind in _PASSES}
+            passes = {(action.stage, action.kind) for action in actions if action.kind in PASSES}
             self.to_come = passes - self.seen
 
     def _look_ahead(self) -> int:

@@ -19,10 +19,8 @@ from pipedream.capture.checks.equivalence import restore
 from pipedream.comm.messages import Message
 from pipedream.comm.transport import Sum, TensorSpec, Transport
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
-from pipedream.schedule.action import RECEIVES, Action, Kind
+from pipedream.schedule.action import CLOSING, RECEIVES, Action
 from pipedream.schedule.channel import Channel
-
-_CLOSING = frozenset({Kind.ALL_REDUCE, Kind.NORM, Kind.UPDATE})
 
 
 class MadeUpMessages(Transport):
@@ -30,6 +28,7 @@ class MadeUpMessages(Transport):
 
     def __init__(self, device: torch.device) -> None:
         self.device = self.staged = device
+        self.is_queued = False
         self.posted: dict[Channel, Sequence[TensorSpec]] = {}
 
     def post(self, parts: Mapping[Channel, Sequence[TensorSpec]]) -> None:
@@ -82,7 +81,7 @@ def _of_each_kind(actions: Sequence[Action], stage: int) -> Iterable[Sequence[Ac
     """Returns all of one minibatch, for each set of kinds that a minibatch of the stage has."""
     by_minibatch: dict[int, list[Action]] = {}
     for action in actions:
-        if action.stage == stage and action.kind not in _CLOSING:
+        if action.stage == stage and action.kind not in CLOSING:
             by_minibatch.setdefault(action.minibatch, []).append(action)
     return {tuple(each.kind for each in own): own for own in by_minibatch.values()}.values()
 

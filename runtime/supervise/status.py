@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 from pipedream.comm.device.threads import start_thread
 from pipedream.graph.plan import RankAssignment
 from pipedream.graph.timeline import DrawnAction, Event
-from pipedream.schedule.action import BACKWARDS, RECEIVES, Kind
+from pipedream.schedule.action import PASSES, RECEIVES, Kind
 from pipedream.schedule.steady_state import BUSY
 
 SECONDS_BETWEEN_STATUSES = 0.5
@@ -74,7 +74,7 @@ def current_status(
             if whom is not None:
                 waits[whom] = waits.get(whom, 0.0) + seconds
     window = max(now - start, 1e-9)
-    passes = [event for event in recent if event.action.kind in BACKWARDS | {Kind.FORWARD}]
+    passes = [event for event in recent if event.action.kind in PASSES]
     return Status(
         minibatch=passes[-1].action.minibatch if passes else None,
         forward=_usual(events, Kind.FORWARD),

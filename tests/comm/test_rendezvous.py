@@ -11,11 +11,11 @@ import torch.distributed as dist
 from listening import is_loopback, listening
 from processes import free_port, run_processes
 
-from pipedream.comm import communicators
-from pipedream.comm.communicators import Communicators, Use, among
+from pipedream.comm.communicators import Communicators
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import keep_torch_from_aborting
+from pipedream.schedule.channel import Use, among
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
@@ -73,8 +73,10 @@ def test_a_rank_that_goes_while_a_group_is_connected_is_lost(
     monkeypatch.setattr(dist, "new_group", new_group)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    monkeypatch.setattr(dist, "all_gather_object", lambda every, own: every.__setitem__(0, own))
-    monkeypatch.setattr(communicators, "_missing", lambda each, every: [])
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda every, own: every.__setitem__(slice(2), [own, own])
+    )
     try:
         with pytest.raises(PeerLost, match=r"the ranks \[0, 1\] could not be connected"):
             Communicators.connect([among((1, 0), Use.SUMS)], torch.device("cpu"), "gloo", 60.0)

@@ -16,13 +16,12 @@ from pipelines import B, F, Orders, halved, interleaved, with_norm, zero_bubble
 from schedules import schedule
 
 from pipedream.graph.choices import ScheduleName
-from pipedream.schedule.action import Action, Kind, parse_action
+from pipedream.schedule.action import CLOSING, Action, Kind, parse_action
 from pipedream.schedule.checker import UnsoundError, check, check_actions, check_ranks
 from pipedream.schedule.generate import Step
 from pipedream.schedule.schedule import Schedule
 
 UNIFORM = ("flush", "gpipe", "2bw")
-CLOSING = (Kind.ALL_REDUCE, Kind.NORM, Kind.UPDATE)
 CHAIN = ((0, 1), (1, 2), (2, 3))
 
 

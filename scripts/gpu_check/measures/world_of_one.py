@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from gpu_check.check import Measured, Setting
-from pipedream.comm.communicators import Communicator, Communicators, Use, among
+from pipedream.comm.communicators import Communicators
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import choose_device, connect_store, join, prepare_gpu
 from pipedream.comm.transport import Transport
+from pipedream.schedule.channel import Communicator, Use, among
 
 _SECONDS = 30.0
 _WANTED = (among([0], Use.SUMS), Communicator(Use.ACTIVATION_MESSAGES, (0,), (0,)))

@@ -12,10 +12,10 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pipedream.schedule.action import RECEIVES, Action, Kind
+from pipedream.schedule.action import PASSES, RECEIVES, Action, Kind
+from pipedream.schedule.channel import Use
 from pipedream.schedule.operations import Operation, RankOperations
 
-PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 COMPUTE = "compute"
 
 
@@ -104,35 +104,39 @@ def _program(operations: RankOperations, gpu: Gpu) -> Iterator[tuple[str, object
     seen, newest = set[tuple[int, Kind]](), dict[Hashable, Operation]()
     for action, begun in operations:
         for operation in begun:
-            newest[operation.use, operation.what if operation.link else operation.what[1]] = (
-                operation
-            )
-            if operation.link:
+            newest[_name(operation)] = operation
+            if operation.communicator.receivers:
                 yield "begin", operation
         if action.kind in PASSES or action.kind is Kind.UPDATE:
             if not gpu.done_first and (action.stage, action.kind) not in seen:
                 yield "device", None
             seen.add((action.stage, action.kind))
             yield "pass", str(action)
-        yield from (("begin", each) for each in begun if not each.link)
+        yield from (("begin", each) for each in begun if not each.communicator.receivers)
         yield from (("wait", newest[key]) for key in _awaited(action) if key in newest)
-        if action.kind is Kind.NORM and any(each.use == "norms" for each in begun):
+        if action.kind is Kind.NORM and any(each.communicator.use is Use.NORMS for each in begun):
             yield "synchronize", None  # the host looks at it
+
+
+def _name(operation: Operation) -> Hashable:
+    """A message's own, that of a sum for all rounds."""
+    communicator, what = operation
+    return what if communicator.receivers else (communicator.use, what[1])
 
 
 def _awaited(action: Action) -> list[Hashable]:
     """What the compute stream waits for at an action, if it is not of this rank alone."""
     if action.kind is Kind.ALL_REDUCE:
-        return [("sums", (action.stage,) * 2), ("sums of tied parameters", (-1, -1))]
+        return [(Use.SUMS, (action.stage,) * 2), (Use.TIED_SUMS, (-1, -1))]
     if action.kind is Kind.NORM:
-        return [("norms", (-1, -1))]
+        return [(Use.NORMS, (-1, -1))]
     if action.kind not in RECEIVES:
         return []
     assert action.peer is not None
     back = action.kind is Kind.RECV_GRADIENT
     kind = Kind.SEND_GRADIENT if back else Kind.SEND_ACTIVATION
     link = min(action.stage, action.peer[0]), max(action.stage, action.peer[0])
-    return [("messages", (kind, link, action.minibatch))]
+    return [(kind, link, action.minibatch)]
 
 
 def _goes_on(rank: int, host: Host, arrived: dict[Hashable, set[int]]) -> bool:
@@ -149,7 +153,7 @@ def _goes_on(rank: int, host: Host, arrived: dict[Hashable, set[int]]) -> bool:
         host.put(COMPUTE, Item(after=host.begun[operation]))
         return True
     arrived[operation.communicator].add(rank)
-    if not arrived[operation.communicator] >= set(operation.ranks):
+    if not arrived[operation.communicator] >= set(operation.communicator.members):
         return False
     if what == "begin":
         stream = host.stream_of(operation)
@@ -176,6 +180,8 @@ def _device(rank: int, host: Host, running: dict[Operation, set[int]]) -> bool:
     for items in host.streams.values():
         if items and items[0].operation is not None:
             operation = items[0].operation
-            if rank in running[operation] and running[operation] >= set(operation.ranks):
+            if rank in running[operation] and running[operation] >= set(
+                operation.communicator.members
+            ):
                 items.popleft().done = moved = True
     return moved
