@@ -284,6 +284,7 @@ class PlanningOptions(ArtifactModel):
     """
 
     memory: str | None = None
+    room: str | None = None
     recompute: Recompute = "auto"
     straight: bool = False
     fewer_machines: bool = False

@@ -168,6 +168,11 @@ GROUPS = {
         ),
         option("--memory BYTES", "Bytes of each device, such as 16GB.  [default: unlimited]"),
         option(
+            "--room BYTES",
+            "Bytes of each device that are not the model's, but CUDA's and NCCL's."
+            "  [default: 2GB with the profile of a GPU, else 0]",
+        ),
+        option(
             "--optimizer",
             "Optimizer whose state is counted: none, one or two tensors per parameter.",
         ),

@@ -94,6 +94,7 @@ class Options:
     microbatches: Count | None = None
     global_batch: Count | None = None
     memory: str | None = None
+    room: str | None = None
     optimizer: OptimizerName = "adam"
     weight_prediction: bool = False
     recompute: Recompute = "auto"

@@ -78,7 +78,7 @@ def _report(planning: Planning) -> Section:
         f"graph{suffix}": image,
         f"graph{OTHER[suffix]}": None,
     }
-    pictures = {} if simulation is None else _timelines(simulation, plan, request.memory)
+    pictures = {} if simulation is None else _timelines(simulation, plan, request.left_for_model)
 
     def show(console: Console) -> None:
         print_report(outcome, request.graph, console, task.profile)

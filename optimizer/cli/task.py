@@ -13,11 +13,13 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
+from pipedream.graph.units import show_bytes
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
 from pipedream.optimizer.cli.inputs import graph_of, has_profile, operators_of, profile_of
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.compare.sweep import check_sweep, parse_range
+from pipedream.optimizer.cost.memory import ROOM_ON_GPU
 from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL, CostModel
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.latency import Latency
@@ -88,6 +90,7 @@ def make_task(options: Options) -> Task:
         model=cost_model,
         schedule=schedule,
         memory=memory,
+        room=_room(options, profile),
         rules=Rules(options.straight, options.fewer_machines),
         latency=latency,
         optimizer=options.optimizer,
@@ -103,11 +106,28 @@ def make_task(options: Options) -> Task:
         sharing=() if profile is None else profile.learned_together,
         split=_split(options, graph, profile),
     )
+    _check_room(request)
     any_schedule = options.schedule is None and latency is None and not options.weight_prediction
     if sharding is not None:
         request = _of_teams(request, profile, sharding)
     batch_size = None if profile is None else profile.batch_size
     return Task(request, numbers, profile, runs, profiled, batch_size, any_schedule, sharding)
+
+
+def _room(options: Options, profile: Profile | None) -> float:
+    """Returns the bytes of a device that are not the model's. Raises UserError."""
+    if options.room is not None:
+        return 0.0 if options.room == "0" else bytes_of("--room", options.room)
+    return 0.0 if profile is None or profile.machine.device == "cpu" else ROOM_ON_GPU
+
+
+def _check_room(request: Request) -> None:
+    """Raises UserError if a device has no bytes for the model."""
+    if request.device_types.smallest_memory <= 0:
+        raise UserError(
+            f"--room {show_bytes(request.room)}: a device has no more memory than that, which is"
+            " for CUDA and NCCL: give more --memory or less --room"
+        )
 
 
 def _read_model(options: Options) -> tuple[Graph, Profile | None, Sequence[CalibrationRun]]:

@@ -33,13 +33,15 @@ class DeviceTypes:
     worst: tuple[WorstDevice, ...]
 
     @staticmethod
-    def of(cluster: Cluster, memory: float | None = None) -> DeviceTypes:
-        """The types of `cluster`, with at most `memory` bytes used of each device."""
+    def of(cluster: Cluster, memory: float | None = None, room: float = 0.0) -> DeviceTypes:
+        """The types of `cluster`, with at most `memory` bytes used of each device, of which `room`
+        are for others than the model.
+        """
         devices = []
         for machine in range(cluster.machines[-1]):
             kind = cluster.kind(machine)
             limit = min(inf if limit is None else limit for limit in (kind.memory, memory))
-            devices.append(WorstDevice(kind.speed, limit))
+            devices.append(WorstDevice(kind.speed, max(0.0, limit - room)))
         return DeviceTypes.from_devices(devices)
 
     @staticmethod

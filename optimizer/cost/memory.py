@@ -28,6 +28,10 @@ STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2}
 MOMENTS = 24
 """Moments of the backward pass that are examined; neighbouring nodes share one in larger graphs."""
 
+ROOM_ON_GPU = 2e9
+"""Bytes of a GPU that are not the model's: the context with all kernels loaded, buffers of a few
+communicators of NCCL, and gaps among tensors in torch's allocator."""
+
 _FEW_CUTS = 100
 """With no more than these, as those of one plan, a product of matrices is faster."""
 

@@ -110,6 +110,8 @@ def _memory_table(outcome: Outcome) -> Table:
     note = f" Forward pass recomputed: stage {', '.join(recomputing)}." if recomputing else ""
     if outcome.rank_bytes is not None:
         note += f" A rank holds up to {show_bytes(outcome.rank_bytes)} at once, of all its stages."
+    if outcome.room:
+        note += f" {show_bytes(outcome.room)} more of each device are for CUDA and NCCL (--room)."
     table = make_table(
         f"Memory of one worker, with {plan.optimizer}'s state (--optimizer)",
         f"At its peak. Activations: what the backward passes need, {measured}.{note}",

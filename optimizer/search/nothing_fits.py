@@ -73,17 +73,18 @@ def _message(memory: MemoryModel, request: Request) -> str:
     limit = MemoryLimit(0.0, memory, "always" if allowed else "never")
     workers = worker_memory(memory, limit, closest.stages, request.device_types)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
-    needed = worker.memory.total
-    if worker.device.memory == request.memory:
+    room = request.room
+    needed, has = worker.memory.total + room, worker.device.memory + room
+    if has == request.memory:
         lacking, remedies = "--memory", [f"give at least --memory {_round_up(needed)}"]
     else:
         lacking, remedies = "memory of the cluster's kinds:", ["devices with more"]
     remedies += _remedies(memory, request)
     help = ", ".join(remedies[:-1]) + " or " + remedies[-1] if remedies[1:] else remedies[0]
     return (
-        f"{lacking} {show_bytes(worker.device.memory)}: no plan fits; the closest needs"
+        f"{lacking} {show_bytes(has)}: no plan fits; the closest needs"
         f" {show_bytes(needed)} in stage {position} of {len(closest.stages)}"
-        f" ({_describe(cuts, closest.stages[position])}): {_items(worker)}; {help}"
+        f" ({_describe(cuts, closest.stages[position])}): {_items(worker, room)}; {help}"
     )
 
 
@@ -94,11 +95,11 @@ def check_versions(memory: MemoryModel, request: Request, solution: Solution) ->
     workers = request.workers(memory, solution.stages)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     if worker.share > 1:
+        has, needed = (n + request.room for n in (worker.device.memory, worker.memory.total))
         raise UserError(
-            f"--memory {show_bytes(worker.device.memory)}: with --schedule {request.schedule} stage"
-            f" {position} of {len(workers)} keeps {worker.peak.versions} versions of its weights"
-            f" and needs {show_bytes(worker.memory.total)}: give more, or use --schedule"
-            " weight-stashing"
+            f"--memory {show_bytes(has)}: with --schedule {request.schedule} stage {position} of"
+            f" {len(workers)} keeps {worker.peak.versions} versions of its weights and needs"
+            f" {show_bytes(needed)}: give more, or use --schedule weight-stashing"
         )
 
 
@@ -176,8 +177,8 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
     return PlanningGraph.of(smaller, footprints, sharing=graph.sharing)
 
 
-def _items(worker: WorkerMemory) -> str:
-    """The items of a worker's memory in two groups, in words."""
+def _items(worker: WorkerMemory, room: float) -> str:
+    """The items of a worker's memory in two groups, in words, and what is not its own."""
     memory, count = worker.memory, worker.peak.in_flight
     weights = memory.parameters + memory.weight_versions + memory.optimizer_state
     passing = memory.activations + memory.inputs + memory.workspace
@@ -185,6 +186,7 @@ def _items(worker: WorkerMemory) -> str:
     return (
         f"{show_bytes(weights + memory.gradients)} for weights, optimizer and gradients,"
         f" {show_bytes(passing)} for the activations of {count} minibatch{plural} in flight"
+        + (f", {show_bytes(room)} for CUDA and NCCL (--room)" if room else "")
     )
 
 

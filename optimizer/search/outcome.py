@@ -91,7 +91,7 @@ class Outcome:
     - `considered`: how many cuts were searched or, for a plan chosen by simulation, how many plans
       were made; `exact`: these are all cuts of the graph, so the plan is the best;
     - `whole_model_bytes`: what one worker and data parallelism need on each device; `memory`: what
-      a device has, None for no limit;
+      a device has for it, None for no limit; `room`: what of a device is not the model's;
     - `measured`: the memory of the stages comes from measured footprints;
     - `rivals`: the plans that were simulated and lost, the fastest first; `schedules`: what others
       would take;
@@ -109,6 +109,7 @@ class Outcome:
     rivals: tuple[Rival, ...] = ()
     schedules: tuple[ScheduleTime, ...] = ()
     rank_bytes: float | None = None
+    room: float = 0.0
     notes: tuple[str, ...] = ()
     user_split: bool = False
 
@@ -282,4 +283,5 @@ def outcome_of(
         whole_model_bytes=whole.total,
         memory=types.smallest_memory if types.memory_limited else None,
         measured=bool(request.footprints),
+        room=request.room,
     )

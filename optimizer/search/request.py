@@ -69,7 +69,8 @@ class GraphViews:
 class Request:
     """What to plan.
 
-    - `memory`: bytes usable on each device, None for no limit;
+    - `memory`: bytes usable on each device, None for no limit; `room`: how many bytes of a device
+      are not the model's;
     - `latency`: the batch to finish soonest, None to plan for throughput;
     - `microbatches`: of one update, for schedules that make one per several minibatches; None for
       the batch of `latency`, or else the default;
@@ -88,6 +89,7 @@ class Request:
     model: CostModel
     schedule: ScheduleName = "weight-stashing"
     memory: float | None = None
+    room: float = 0.0
     rules: Rules = field(default_factory=Rules)
     latency: Latency | None = None
     optimizer: OptimizerName = "sgd"
@@ -148,7 +150,7 @@ class Request:
     @property
     def device_types(self) -> DeviceTypes:
         """The types of device, with the bytes that may be used of each."""
-        return DeviceTypes.of(self.cluster, self.memory)
+        return DeviceTypes.of(self.cluster, self.memory, self.room)
 
     def allows(self, downset: int) -> bool:
         """Whether a stage may end there: not between nodes that share a parameter, if each stage
@@ -171,6 +173,11 @@ class Request:
     def allowed_cuts(self, downsets: Sequence[int]) -> Cuts:
         """Those of the downsets at which a stage may end."""
         return Cuts(self.planning, [downset for downset in downsets if self.allows(downset)])
+
+    @property
+    def left_for_model(self) -> float | None:
+        """Bytes of `memory` that are the model's; None for no limit."""
+        return None if self.memory is None else max(0.0, self.memory - self.room)
 
     def memory_model(self, cuts: Cuts) -> MemoryModel:
         return MemoryModel(cuts, self.settings)

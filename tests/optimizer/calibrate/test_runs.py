@@ -273,6 +273,7 @@ def test_runs_on_gpus_calibrate_profiles_of_gpus(folder, capsys):
     change(folder, device="cuda")
     profiled_on("cuda:1", folder)
     words = (folder / "graph.txt", "--calibrate", folder / "run", "-o", folder / "new")
+    words += ("--room", "0")  # the plan is for 2 GB in all
     code, _, err = ended(capsys, *words)
     assert (code, err) == (0, "")
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import click
 import pytest
-from profiled import profile, profile_of
+from profiled import MACHINE, profile, profile_of
 
 from pipedream.graph.model import format_graph, read_graph
 from pipedream.graph.plan import read_plan
@@ -66,6 +66,50 @@ def test_how_backward_passes_divide_comes_from_the_profile(tmp_path):
     assert {node.kept_bytes for node in found.nodes.values()} == {30}
     for name, node in found.nodes.items():
         assert node.backward_input_seconds == pytest.approx(graph.nodes[name].backward_seconds / 2)
+
+
+def _profiled_on(device, folder):
+    graph = read_graph(TRANSLATION)
+    (folder / "graph.txt").write_text(format_graph(graph))
+    machine = MACHINE.model_copy(update={"device": device})
+    write_profile(
+        profile_of(graph).model_copy(update={"machine": machine}), folder / "profile.json"
+    )
+    return folder / "graph.txt"
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "left"),
+    [
+        ("cuda", (), 4e9),
+        ("cuda", ("--room", "3GB"), 3e9),
+        ("cuda", ("--room", "0"), 6e9),
+        ("cpu", (), 6e9),
+    ],
+)
+def test_not_all_of_a_gpu_is_for_the_model(tmp_path, device, options, left):
+    """Contexts and buffers of NCCL are in no profile: plans that filled a GPU ran out of memory."""
+    context = click.Context(main)
+    path = _profiled_on(device, tmp_path)
+    main.parse_args(context, [str(path), *LEVELS, "--memory", "6GB", *options])
+    request = make_task(typed_options(context)).request
+    assert request.device_types.smallest_memory == request.left_for_model == left
+
+
+def test_what_is_not_the_models_stands_in_the_report_and_the_errors(tmp_path):
+    path = _profiled_on("cuda", tmp_path)
+    with_limit = (path, *LEVELS, "--memory")
+    report = " ".join(pd_optimize(*with_limit, "1TB").stdout.split())
+    assert "2 GB more of each device are for CUDA and NCCL (--room)." in report
+    done = pd_optimize(*with_limit, "2GB")
+    assert done.returncode == 2
+    assert done.stderr.startswith("pd-optimize: --room 2 GB: a device has no more memory than that")
+    done = pd_optimize(*with_limit, "2000001kB")
+    assert "--memory 2 GB: no plan fits; the closest needs 2." in done.stderr
+    assert ", 2 GB for CUDA and NCCL (--room); give at least --memory " in done.stderr
+    least = done.stderr.rpartition("give at least --memory ")[2].split(",")[0].split()[0]
+    assert pd_optimize(*with_limit, least, "-o", tmp_path / "plan").returncode == 0
+    assert read_plan(tmp_path / "plan/plan.json").asked.memory == least
 
 
 def test_one_stage_is_called_data_parallelism(tmp_path):
