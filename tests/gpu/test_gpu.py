@@ -11,6 +11,7 @@ import pytest
 import small_models
 import torch
 from click.testing import CliRunner
+from job_cases import CASES, TYPES, assert_learned_alike, on_gpus
 from plans import cut, make_plan
 from training import losses, run_jobs, weights
 
@@ -28,6 +29,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
 ]
+FEW = {name: CASES[name] for name in ("every schedule", "replicas", "orders", "meshes")}
+"""What differs for the device; communicators do not, with gloo."""
 SUPPORT = Path(small_models.__file__).parent
 
 
@@ -43,26 +46,16 @@ def config_for(model: str) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("replicas", [(1,), (1, 1), (2, 1)], ids=str)
-@pytest.mark.parametrize("schedule", ["weight-stashing", "flush"])
-def test_ranks_that_share_a_gpu_train_as_they_do_on_cpus(
-    replicas: tuple[int, ...], schedule: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", FEW | TYPES)
+def test_ranks_that_share_a_gpu_train_as_they_do_on_cpus(case: str, tmp_path: Path) -> None:
     """gloo, with every message through host memory, and the same losses and weights."""
-    graph = capture(small_models.Skips(), (torch.randn(4, 6),)).graph
-    plan = make_plan(graph, cut(graph, len(replicas)), replicas)
-    config = config_for("Skips")
-    jobs = [
-        Job(plan, config, SUPPORT, tmp_path / device, device=device, schedule=schedule, epochs=2)  # type: ignore[arg-type]
-        for device in ("cpu", "cuda")
-    ]
-    run_jobs(jobs)
-    cpu, gpu = jobs
-    assert losses(gpu) == pytest.approx(losses(cpu), rel=1e-10)
-    for name, tensor in weights(cpu).items():
-        torch.testing.assert_close(weights(gpu)[name], tensor, rtol=1e-10, atol=1e-10)
-    ranks = json.loads((gpu.run / "summary.json").read_text())["ranks"]
-    assert all(rank["peak_memory_bytes"] > 0 for rank in ranks)
+    jobs = (FEW | TYPES)[case](tmp_path)
+    others = on_gpus(jobs)
+    run_jobs([*jobs, *others])
+    for job, other in zip(jobs, others, strict=True):
+        assert_learned_alike(job, other)
+        ranks = json.loads((other.run / "summary.json").read_text())["ranks"]
+        assert all(rank["peak_memory_bytes"] > 0 for rank in ranks)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

@@ -8,22 +8,13 @@ from collections.abc import Iterator
 import pytest
 from nccl_replay import Gpu, hangs
 from pipelines import Orders
+from schedules import ORDERS
 
 from pipedream.schedule.operations import RankOperations, disorder
-from pipedream.schedule.orders.literature import loop, vee
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 
 UNIFORM = ("flush", "gpipe", "2bw")
-MAPS = {
-    "interleaved": (loop, 2),
-    "zb-h1": (loop, 1),
-    "zb-h2": (loop, 1),
-    "zb-v": (vee, 2),
-    "v-half": (vee, 2),
-    "v-min": (vee, 2),
-    "auto": (vee, 2),
-}
 MOST = 31
 
 
@@ -53,11 +44,11 @@ def straight() -> Iterator[Orders]:
 def several() -> Iterator[Orders]:
     """Several stages on a rank, or backward passes in halves."""
     for order, places, replicas, norm, skips, count in itertools.product(
-        MAPS, (2, 3, 4), (1, 2, 3), (False, True), (False, True), (4, 5)
+        ORDERS, (2, 3, 4), (1, 2, 3), (False, True), (False, True), (4, 5)
     ):
         if order == "auto" and (places > 2 or skips):
             continue  # a search that takes long
-        rank_map, each = MAPS[order]
+        rank_map, each = ORDERS[order]
         stages = places * each
         own = tuple(rank_map(places, each))
         ways = links(stages, skips)

@@ -8,9 +8,21 @@ from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import RankAssignment, WorkerGroup
 from pipedream.schedule import policy as policies
 from pipedream.schedule.action import StageLink
+from pipedream.schedule.orders.literature import loop, vee
 from pipedream.schedule.policy import Policy
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
+
+ORDERS = {
+    "interleaved": (loop, 2),
+    "zb-h1": (loop, 1),
+    "zb-h2": (loop, 1),
+    "zb-v": (vee, 2),
+    "v-half": (vee, 2),
+    "v-min": (vee, 2),
+    "auto": (vee, 2),
+}
+"""Each with how its stages are on the ranks, and how many are on each."""
 
 
 def schedule(

@@ -12,24 +12,13 @@ import pytest
 import torch
 from order_runs import ADAM, MOMENTUM, assert_as_plain, on_ranks, plain, plan_of, prepare
 from order_runs import unequal_times as unequal
+from schedules import ORDERS
 from training import run_jobs
 
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.checkpoint.files import load_all
 from pipedream.runtime.run.job import Job
-from pipedream.schedule.orders.literature import loop, vee
 from pipedream.schedule.orders.named import ROUND_ORDERS
-
-ORDERS = {
-    "interleaved": (loop, 2),
-    "zb-h1": (loop, 1),
-    "zb-h2": (loop, 1),
-    "zb-v": (vee, 2),
-    "v-half": (vee, 2),
-    "v-min": (vee, 2),
-    "auto": (vee, 2),
-}
-"""Each with how its stages are on the ranks, and how many are on each."""
 
 
 def test_these_are_all() -> None:
