@@ -14,6 +14,9 @@ from pipedream.graph.errors import ArtifactModel, read_artifact
 METRICS = ("tensorboard", "wandb", "mlflow")
 """Packages that a run can give its metrics to."""
 
+_REDUCE_OVERHEAD = "reduce-overhead"
+"""torch.compile's name of a mode, not of a backend."""
+
 _FUNCTION = r"[\w.\-]+:[\w.]+"
 
 
@@ -206,7 +209,11 @@ class RunConfig(ArtifactModel):
     nan: Literal["stop", "skip"] = "stop"
     """What happens when a gradient is not finite: end the run, or leave out the update."""
     compile: str | None = None
-    """torch.compile's backend for each stage, such as `inductor`; by default stages run eagerly."""
+    """torch.compile's backend for each stage, such as `inductor`; by default stages run eagerly.
+    `reduce-overhead` is inductor with `cuda_graphs`.
+    """
+    cuda_graphs: bool = False
+    """Whether GPUs do passes again as they were recorded, with flush and gpipe."""
     data_workers: int = Field(default=0, ge=0, strict=True)
     """Processes of each rank that read its data; with 0 a thread does."""
     metrics: tuple[MetricsConfig, ...] = ()
@@ -230,6 +237,16 @@ class RunConfig(ArtifactModel):
     """
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Type of the weights and of floating-point inputs."""
+
+    @property
+    def compile_backend(self) -> str | None:
+        """Returns torch.compile's backend, None for none."""
+        return "inductor" if self.compile == _REDUCE_OVERHEAD else self.compile
+
+    @property
+    def records_passes(self) -> bool:
+        """Returns whether passes are CUDA graphs."""
+        return self.cuda_graphs or self.compile == _REDUCE_OVERHEAD
 
     @property
     def watches_norm(self) -> bool:

@@ -16,11 +16,18 @@ from pipedream.comm.stage_groups import StageGroups
 from pipedream.graph.errors import UserError
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, Tensors, computing
 from pipedream.runtime.engine.minibatch_state import MinibatchState, Recomputation
-from pipedream.runtime.engine.passes import AutogradPasses, Passes, ProgramPasses, RoundGradients
+from pipedream.runtime.engine.passes import (
+    AutogradPasses,
+    Passes,
+    ProgramPasses,
+    RecordedPasses,
+    RoundGradients,
+)
 from pipedream.runtime.optim.stepping import Scale
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.stages.randomness import MinibatchRng
+from pipedream.runtime.stages.recordings import refused
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Action, Kind, uses
 from pipedream.schedule.operations import closing
@@ -112,8 +119,15 @@ class Executor(ForwardExecutor):
         program = stage_module.program
         if self.sharding is not None:
             return ProgramPasses(stage_module, program.on_mesh(tensors, known, target))
-        named = program.of(tensors, known) if self.in_halves else None
-        return AutogradPasses(stage_module) if named is None else ProgramPasses(stage_module, named)
+        recordings = program.recordings
+        named = program.of(tensors, known) if self.in_halves or recordings is not None else None
+        if recordings is not None and program.obstacle is not None:
+            raise UserError(refused(f"this model cannot be recorded: {program.obstacle}"))
+        if named is None:
+            return AutogradPasses(stage_module)
+        if recordings is not None:
+            return RecordedPasses(stage_module, named, recordings=recordings)
+        return ProgramPasses(stage_module, named)
 
     def _target(self, action: Action) -> Target | None:
         """Returns what programs that end in the loss need; None for others."""

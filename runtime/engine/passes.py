@@ -18,7 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipedream.capture.programs.loss_end import LOSS
 from pipedream.capture.programs.program import Kept, Values
 from pipedream.comm.buckets import Buckets
+from pipedream.comm.device.copies import copy_all
 from pipedream.runtime.optim.weights import Version, Weights
+from pipedream.runtime.stages.recordings import Recordings, Slot
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_program import NamedProgram
 
@@ -190,7 +192,10 @@ class ProgramPasses(Passes):
         program, inputs = self.named.program, tuple(known[name] for name in self.named.inputs)
         state = self.stage_module.program.state(tensors, self.named)
         results, self.saved = program.forward(state, inputs, program.draw())
-        differentiable = program.joint.differentiable
+        return self._leaves(results)
+
+    def _leaves(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
+        differentiable = self.named.program.joint.differentiable
         leaves = (
             result.detach().requires_grad_(number in differentiable)
             for number, result in enumerate(results)
@@ -217,7 +222,13 @@ class ProgramPasses(Passes):
         outputs = (self.named.outputs[number] for number in program.joint.differentiable)
         tangents = [gradients.get(name) for name in outputs]
         of_inputs, self.kept = program.backward(self.saved, tangents)
-        by_name, self.gradients = dict(zip(self.named.inputs, of_inputs, strict=True)), {}
+        return self._of_received(received, of_inputs)
+
+    def _of_received(
+        self, received: Mapping[str, Tensor], of_inputs: Sequence[Tensor | None]
+    ) -> dict[str, Tensor | None]:
+        by_name, gradients = dict(zip(self.named.inputs, of_inputs, strict=True)), self.gradients
+        self.gradients = {}
         return {name: _sum(by_name.get(name), gradients.get(name)) for name in received}
 
     def backward_weights(self, gradients: RoundGradients) -> None:
@@ -230,6 +241,71 @@ class ProgramPasses(Passes):
         assert self.kept is not None
         memory, kept = tensor.untyped_storage().data_ptr(), self.kept.values.values()
         return any(each.untyped_storage().data_ptr() == memory for each in (*kept, *others))
+
+
+@dataclass
+class RecordedPasses(ProgramPasses):
+    """Passes that were recorded, where a slot for them is free; else by programs. The first ones
+    are recorded once they are done, with their state and inputs, `first`.
+    """
+
+    recordings: Recordings = field(kw_only=True)
+    slot: Slot | None = None
+    first: tuple[Mapping[str, Tensor], Sequence[Tensor]] | None = None
+
+    def forward(
+        self, tensors: Mapping[str, Tensor], known: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        state = self.stage_module.program.state(tensors, self.named)
+        inputs = tuple(known[name].detach() for name in self.named.inputs)
+        if self.recordings.wanted:
+            self.first = state, inputs
+        self.slot = self.recordings.take(state)
+        if self.slot is None:
+            return super().forward(tensors, known)
+        copy_all(zip(self.slot.inputs, inputs, strict=True))
+        copy_all(zip(self.slot.drawn, self.named.program.draw(), strict=True))
+        self.slot.forward()
+        return self._leaves([each.clone() for each in self.slot.outputs])
+
+    def forget(self) -> None:
+        super().forget()
+        self._give_back()
+
+    def backward(
+        self, received: Mapping[str, Tensor], whole: RoundGradients | None = None
+    ) -> dict[str, Tensor | None]:
+        outputs = (self.named.outputs[n] for n in self.named.program.joint.differentiable)
+        given = [self.gradients.get(name) for name in outputs]
+        if self.slot is None:
+            return super().backward(received, whole)
+        if any(gradient is None for gradient in given):  # which no recording has
+            self.saved = dict(self.slot.saved)
+            return super().backward(received, whole)
+        copy_all(zip(self.slot.tangents, [each for each in given if each is not None], strict=True))
+        self.slot.backward()
+        self.kept = self.slot.kept
+        of_inputs = [None if each is None else each.clone() for each in self.slot.of_inputs]
+        return self._of_received(received, of_inputs)
+
+    def backward_weights(self, gradients: RoundGradients) -> None:
+        if self.slot is None or self.kept is not self.slot.kept:
+            super().backward_weights(gradients)
+        else:
+            self.slot.weights()
+            for name, gradient in self.slot.gradients:
+                gradients.add(name, gradient, own=False)
+        self._give_back()
+        if self.first is not None and self.recordings.wanted:
+            self.recordings.record(self.named.program, *self.first)
+
+    def holds(self, tensor: Tensor, others: Iterable[Tensor]) -> bool:
+        return self.first is not None or super().holds(tensor, others)
+
+    def _give_back(self) -> None:
+        if self.slot is not None:
+            self.recordings.free.append(self.slot)
+            self.slot = None
 
 
 def _of_loss(loss: Tensor, ends: Mapping[str, Tensor]) -> dict[str, Tensor | None]:

@@ -25,6 +25,7 @@ from pipedream.runtime.optim.stepping import StageStepping
 from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages.partition import StageInterface, holds_first, source_text
 from pipedream.runtime.stages.randomness import MinibatchRng
+from pipedream.runtime.stages.recordings import Recordings
 from pipedream.runtime.stages.stage_forms import CapturedStages, StageForms
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_sharding import StageSharding
@@ -60,6 +61,8 @@ class LocalStage:
         if self.replica == 0 and mesh_device == 0:
             self._write_source(captures.whole)
         whole = self._stage_module(captures.whole)
+        if job.config.records_passes:
+            whole.program.recordings = Recordings(job.policy.peak(self.stage).in_flight)
         self.module = whole.piece.module
         ending = loss if self.stage == len(job.plan.stages) - 1 else None
         self.sharding = self._divide(whole, captures, mesh_device, ending)
@@ -85,7 +88,7 @@ class LocalStage:
 
     def _stage_module(self, captured: Captured) -> StageModule:
         plan, config = self.job.plan, self.job.config
-        return StageModule.of(captured, plan, self.stage, self.rng, config.compile)
+        return StageModule.of(captured, plan, self.stage, self.rng, config.compile_backend)
 
     def _divide(
         self, whole: StageModule, captures: Captures, mesh_device: int, loss: Loss | None

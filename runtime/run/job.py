@@ -134,6 +134,7 @@ class Job:
         """Makes the run's folder. Raises UserError if the job is impossible."""
         self.check_order()
         self.check_mesh()
+        self.check_recordings()
         self.check_microbatches()
         self.check_asynchronous()
         self.check_scheduler()
@@ -174,6 +175,21 @@ class Job:
             )
         if self.replan is not None:
             raise UserError("--replan: plans with --mesh are not made again: leave it out")
+
+    def check_recordings(self) -> None:
+        """Raises UserError for what passes that were recorded cannot do."""
+        if not self.config.records_passes:
+            return
+        why = None
+        if self.device.partition(":")[0] != "cuda":
+            why = f"passes are recorded on GPUs, and the device is {self.device}"
+        elif self.schedule not in ("flush", "gpipe"):
+            why = f"weights stay where they are with flush and gpipe, not with {self.schedule}"
+        elif any(stage.mesh is not None for stage in self.plan.stages):
+            why = "stages on a mesh of devices are not recorded"
+        if why is not None:
+            name = "cuda_graphs" if self.config.cuda_graphs else "compile: reduce-overhead"
+            raise UserError(f"{name}: {why}: remove it from the run config")
 
     def check_asynchronous(self) -> None:
         """Raises UserError if there is nothing asynchronous to correct, or no delay is known."""

@@ -16,6 +16,7 @@ from pipedream.capture.programs.program import Program
 from pipedream.capture.segment import Segment
 from pipedream.graph.errors import UserError
 from pipedream.runtime.stages.crossings import Crossings
+from pipedream.runtime.stages.recordings import Recordings
 from pipedream.runtime.stages.stage_sharding import StageSharding
 
 
@@ -44,6 +45,7 @@ class StageProgram:
     crossings: Crossings
     sharding: StageSharding | None = None
     loss: LossEnd | None = None
+    recordings: Recordings | None = None
     named: NamedProgram | None = None
     obstacle: str | None = None
     ending: dict[Hashable, NamedProgram | None] = field(default_factory=dict)
