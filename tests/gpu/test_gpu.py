@@ -11,7 +11,7 @@ import pytest
 import small_models
 import torch
 from click.testing import CliRunner
-from job_cases import CASES, TYPES, assert_learned_alike, on_gpus
+from job_cases import CASES, TYPES, assert_learned_alike, on_gpus, ordered, straight
 from plans import cut, make_plan
 from training import losses, run_jobs, weights
 
@@ -56,6 +56,21 @@ def test_ranks_that_share_a_gpu_train_as_they_do_on_cpus(case: str, tmp_path: Pa
         assert_learned_alike(job, other)
         ranks = json.loads((other.run / "summary.json").read_text())["ranks"]
         assert all(rank["peak_memory_bytes"] > 0 for rank in ranks)
+
+
+def test_recorded_passes_learn_what_others_learn(tmp_path: Path) -> None:
+    """CUDA graphs, of whole backward passes and of halves."""
+    jobs = [
+        *straight(tmp_path, (1, 1), ("flush",), "Normed", evaluate_every=1),
+        *ordered(tmp_path, ["zb-v"], clip_norm=0.05),
+    ]
+    others = [
+        replace(job, config=job.config.model_copy(update={"cuda_graphs": True}))
+        for job in on_gpus(jobs)
+    ]
+    run_jobs([*jobs, *others])
+    for job, other in zip(jobs, others, strict=True):
+        assert_learned_alike(job, other)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

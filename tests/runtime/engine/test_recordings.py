@@ -7,6 +7,7 @@ must not share it, and nothing that others still need may stay in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,21 @@ def jobs_of(folder: Path, name: str, **changes: object) -> Sequence[Job]:
     made = folder / name
     made.mkdir()
     changes = {"evaluate_every": 1, "microbatches": 5, **changes}
+    jobs = straight(made, (1, 1, 1), ("flush", "gpipe"), drop_last=False, **changes)
     return [
         *straight(made, (2, 1), ("flush",), "Noisy", **changes),
-        *straight(made, (1, 1, 1), ("flush", "gpipe"), drop_last=False, **changes),
+        *jobs,
+        *map(recomputing, jobs),
         *ordered(made, ["zb-h1", "zb-v"], **changes),
     ]
+
+
+def recomputing(job: Job) -> Job:
+    """In all stages but the last. A recording is another microbatch's once its outputs are sent."""
+    *first, last = job.plan.stages
+    stages = (*(stage.model_copy(update={"recompute": True}) for stage in first), last)
+    plan = job.plan.model_copy(update={"stages": stages})
+    return replace(job, plan=plan, run=job.run.with_name(f"{job.run.name} recomputing"))
 
 
 @pytest.mark.slow
