@@ -69,8 +69,7 @@ class GraphViews:
 class Request:
     """What to plan.
 
-    - `memory`: bytes usable on each device, None for no limit; `room`: how many bytes of a device
-      are not the model's;
+    - `memory`: bytes usable on each device, None for no limit;
     - `latency`: the batch to finish soonest, None to plan for throughput;
     - `microbatches`: of one update, for schedules that make one per several minibatches; None for
       the batch of `latency`, or else the default;
@@ -81,6 +80,7 @@ class Request:
     - `order`: of the passes on a rank, and `stages_each`: stages of a rank, None for the best;
     - `sharing`: parameters that several nodes read, and learn together;
     - `split`: the stages, if they are given and only to be priced;
+    - `room`: how many bytes of a device are not the model's;
     - `views`: what has been worked out of graphs, which requests made by `replace` share.
     """
 
@@ -89,7 +89,6 @@ class Request:
     model: CostModel
     schedule: ScheduleName = "weight-stashing"
     memory: float | None = None
-    room: float = 0.0
     rules: Rules = field(default_factory=Rules)
     latency: Latency | None = None
     optimizer: OptimizerName = "sgd"
@@ -104,6 +103,7 @@ class Request:
     stages_each: int | None = None
     sharing: tuple[Sharing, ...] = ()
     split: Split | None = None
+    room: float = 0.0
     views: GraphViews = field(default_factory=GraphViews, repr=False, compare=False)
 
     @property

@@ -211,6 +211,7 @@ def _run_yaml() -> bytes:
         "loss_scale": 8.0,
         "nan": "skip",
         "compile": "inductor",
+        "cuda_graphs": True,
         "data_workers": 2,
         "epochs": 3,
         "evaluate_every": 1,
