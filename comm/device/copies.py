@@ -1,4 +1,4 @@
-"""Copies of many tensors at a time."""
+"""Copies that cost a host and its GPU little."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         sources.append(source)
     for targets, sources in of_type.values():
         torch._foreach_copy_(targets, sources)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns the tensor on `device`. The host does not wait for what a GPU has to do before.
+
+    Page-locked memory of torch's own is not used again before the copy is done. That of the caller
+    may be: its copy is waited for.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.is_pinned():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from pipedream.comm.device.events import timed_event
+
 _LEAD = 2_000_000
 """Cycles of a GPU: a millisecond or two, in which the host hands over the passes of a node."""
 
@@ -55,9 +57,7 @@ class CudaStopwatch(Stopwatch):
         torch.cuda._sleep(_LEAD)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return timed_event(self.device)
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipedream.comm.device.events import timed_event
 from pipedream.graph.timeline import Event
 from pipedream.schedule.action import Action
 
@@ -98,9 +99,7 @@ class DeviceTimes(ActionTimes):
             self.events[place] = Event(action, *moved)
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return timed_event(self.device)
 
     def add(self, action: Action, begin: torch.cuda.Event) -> None:
         self.pending.append((action, begin, self.mark()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.loss import Loss
+from pipedream.comm.device.copies import to_device
 from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.stages.stage_forms import Call, part_of
@@ -50,7 +52,7 @@ class SplitMinibatch:
 
     def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
         tensors = self.calls[minibatch].tensors
-        return [tensors[position].to(self.device) for position in which]
+        return [to_device(tensors[position], self.device) for position in which]
 
     def peek(self, minibatch: int) -> Batch:
         return Batch(tuple(self.calls[minibatch].tensors), self.targets[minibatch])
@@ -62,8 +64,8 @@ class SplitMinibatch:
         return [Batch(tuple(call.tensors), (target, factor)) for call, target, factor in triples]
 
     def target(self, minibatch: int) -> tuple[Any, float]:
-        target = pytree.tree_map_only(Tensor, lambda x: x.to(self.device), self.targets[minibatch])
-        return target, self.factors[minibatch]
+        move = partial(to_device, device=self.device)
+        return pytree.tree_map_only(Tensor, move, self.targets[minibatch]), self.factors[minibatch]
 
 
 @dataclass(frozen=True)

@@ -36,19 +36,19 @@ import torch.multiprocessing as mp
 import yaml
 from torch.distributed.pipelining import Schedule1F1B, pipeline
 
-from pipedream.capture.captured import Value
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.messages import Message
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.stage_groups import StageGroups
-from pipedream.comm.transport import Transport
+from pipedream.comm.transport import TensorSpec, Transport
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import read_plan
 from pipedream.graph.run_config import read_config
 from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
+from pipedream.runtime.engine.first_passes import MadeUpMessages
 from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LossSum
@@ -130,30 +130,22 @@ def call(program: str, *arguments: object) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-class Still:
-    """A transport that brings at once what the stage needs, and sends nothing."""
-
-    device, is_queued = torch.device("cpu"), False
+class Still(MadeUpMessages):
+    """Brings at once what the stage needs, the same each time, and sends nothing."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.messages: dict[Channel, Message] = {}
 
-    def post(self, parts: Mapping[Channel, Sequence[Value]]) -> None:
+    def post(self, parts: Mapping[Channel, Sequence[TensorSpec]]) -> None:
         for channel, values in parts.items():
             if channel not in self.messages:
-                self.messages[channel] = [torch.randn(v.shape).to(v.dtype) * 0.01 for v in values]
+                self.messages[channel] = [
+                    torch.randn(tuple(v.shape)).to(v.dtype) * 0.01 for v in values
+                ]
 
     def receive(self, channel: Channel) -> Message:
         return [tensor.detach() for tensor in self.messages[channel]]
-
-    def send(self, parts: Mapping[Channel, Sequence[torch.Tensor]]) -> None:
-        pass
-
-    def recycle(self, channel: Channel, message: Message) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
 
 
 class Same:
@@ -189,13 +181,13 @@ def plain_loop(rank: LocalModel, batch: Batch) -> Callable[[], None]:
     return loop
 
 
-def engine_of(rank: LocalModel, transport: Still | Transport) -> Engine:
+def engine_of(rank: LocalModel, transport: Transport) -> Engine:
     """That runs the rank's stage, and tells nobody."""
     (stage,) = rank.stages
     losses = LossSum(lambda tensor: None, rank.device)
     executor = Executor(
         stage_modules=stage.stage_modules,
-        transport=transport,  # type: ignore[arg-type]
+        transport=transport,
         assignment=rank.job.plan.rank_assignment,
         loss=rank.loss,
         weights=Weights(stage.parameters),
