@@ -21,7 +21,7 @@ import torch
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.append(str(SCRIPTS))
 
-from gpu_check.check import Bar, Setting  # noqa: E402
+from gpu_check.check import Bar, Setting, Skipped  # noqa: E402
 from gpu_check.checks import CHECKS  # noqa: E402
 from gpu_check.measures import models, queues, stream_pool  # noqa: E402
 from gpu_check.measures.gpu_tests import counted  # noqa: E402
@@ -186,6 +186,15 @@ def test_tests_are_counted_and_those_that_fail_named(tmp_path: Path) -> None:
         "</testsuite></testsuites>"
     )
     assert counted(tmp_path / "report.xml") == (1, "of 3 tests, 1 skipped: b[x]")
+
+
+def test_if_all_tests_are_skipped_it_says_why(tmp_path: Path) -> None:
+    skipped = '<testcase><skipped message="needs 2 GPUs"/></testcase>'
+    (tmp_path / "report.xml").write_text(
+        f'<testsuites><testsuite tests="2" skipped="2">{2 * skipped}</testsuite></testsuites>'
+    )
+    with pytest.raises(Skipped, match=r"^needs 2 GPUs$"):
+        counted(tmp_path / "report.xml")
 
 
 def test_only_calls_that_wait_count_as_synchronisations() -> None:

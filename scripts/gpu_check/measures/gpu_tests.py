@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -11,15 +10,17 @@ from pathlib import Path
 from gpu_check.check import Measured, Setting, Skipped
 
 _ROOT = Path(__file__).parents[3]
+_SECONDS_EACH = 90
 
 
 def failures(setting: Setting, path: str) -> Measured:
-    """Returns how many tests of a file fail. Raises Skipped where all of them are skipped."""
+    """Returns how many tests of a file fail. Raises Skipped, with why, if all are skipped."""
     report = setting.folder / f"{Path(path).stem}.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", path, f"--junitxml={report}", "--color=no"]
-    environment = os.environ | {"GPU_TESTS_DEVICE": setting.device}  # tests/gpu read it
-    code = subprocess.run(command, cwd=_ROOT, env=environment).returncode
+    # With -v the log has the name of the one that hangs.
+    options = ("-v", "-rs", f"--timeout={_SECONDS_EACH}", "--color=no")
+    command = [sys.executable, "-m", "pytest", path, f"--junitxml={report}", *options]
+    code = subprocess.run(command, cwd=_ROOT).returncode
     if not report.exists():
         raise RuntimeError(f"pytest ended with {code}: pip install pytest pytest-timeout")
     return counted(report)
@@ -36,7 +37,8 @@ def counted(report: Path) -> Measured:
         if case.find("failure") is not None or case.find("error") is not None
     ]
     if tests == skipped:
-        raise Skipped("all tests are skipped")
+        reasons = {each.attrib["message"]: None for each in suite.iter("skipped")}
+        raise Skipped("; ".join(reasons))
     also = f", {skipped} skipped" if skipped else ""
     names = f": {', '.join(bad)}" if bad else ""
     return Measured(len(bad), f"of {tests} tests{also}{names}")
