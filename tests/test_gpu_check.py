@@ -54,6 +54,14 @@ def no_package(setting):
 def broken(setting):
     raise RuntimeError("out of luck")
 
+def leaves(setting):
+    print("so far so good")
+    sys.exit(0)
+
+def crashes(setting):
+    print("so far so good", flush=True)
+    os.abort()
+
 def hangs(setting):
     grandchild = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', "
     grandchild += "'import time; time.sleep(600)'], start_new_session=True,"
@@ -107,6 +115,8 @@ def test_the_table_and_the_json_have_what_was_found(tmp_path: Path) -> None:
         ('made_up("this", "found", value=2)', "missed", "seen"),
         ('made_up("this", "found", value=float("nan"))', "missed", "seen"),
         ('made_up("this", "broken")', "failed", "RuntimeError: out of luck (see "),
+        ('made_up("this", "leaves")', "failed", "exit code 0 before it had a result (see "),
+        ('made_up("this", "crashes")', "failed", "killed by SIGABRT before it had a result (see "),
     ],
 )
 def test_a_missed_bar_and_a_failure_end_with_one(
@@ -152,6 +162,7 @@ def test_on_a_cpu_nothing_is_judged(tmp_path: Path) -> None:
     code, _, found = run(tmp_path, checks, "--device", "cpu", gpus=())
     assert code == 1
     assert [each["state"] for each in found] == ["measured", "failed"]
+    assert found[0]["detail"] == "seen: "
     code, printed, _ = run(tmp_path, checks, "--only", "thsi", "--device", "cpu", gpus=())
     assert (code, printed) == (2, "--only thsi: there is no such check: this, other\n")
 
