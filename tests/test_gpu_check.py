@@ -83,7 +83,8 @@ def run(
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     written = folder / "out/check.json"
-    found = json.loads(written.read_text())["checks"] if written.exists() else []
+    text = written.read_text() if written.exists() else '{"checks": []}'
+    found = json.loads(text, parse_constant=pytest.fail)["checks"]
     return done.returncode, done.stdout + done.stderr, found
 
 
@@ -188,6 +189,7 @@ def test_bars() -> None:
     assert not Bar(least=0.95).admits(0.9)
     assert not Bar().admits(float("nan"))
     assert str(Bar(least=0.95)) == "at least 0.95"
+    assert str(Bar(-0.25, 0.25)) == "-0.25 to 0.25"
 
 
 def test_tests_are_counted_and_those_that_fail_named(tmp_path: Path) -> None:

@@ -24,11 +24,10 @@ _ROOT = Path(__file__).parents[2]
 
 def main(words: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
     """Returns 0 if no bar was missed, 1 if one was or a check failed, 2 if there is no GPU."""
-    options = _options(words)
+    options = _options(words, checks)
     wanted = [each for each in checks if not options.only or each.name in options.only]
     if unknown := set(options.only) - {each.name for each in wanted}:
-        names = ", ".join(each.name for each in checks)
-        print(f"--only {min(unknown)}: there is no such check: {names}", file=sys.stderr)
+        print(f"--only {min(unknown)}: there is no such check: {_names(checks)}", file=sys.stderr)
         return NO_GPU
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # who asks for GPUs can still fork
@@ -44,16 +43,39 @@ def main(words: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -
     return exit_code(outcomes)
 
 
-def _options(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check pipedream on a GPU.")
-    parser.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: try the commands, small"
+def _options(words: Sequence[str] | None, checks: Sequence[Check]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.sh",
+        description="Check pipedream on a GPU: print a table, and write check.json.",
+        epilog="The exit code is 0 if every bar is met, 1 if one is missed or a check fails, 2 if "
+        f"there is no GPU or an option is wrong. The checks: {_names(checks)}.",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, default=_ROOT / "runs/gpu", help="folder for files"
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cpu: try the commands with small sizes, skip what needs a GPU, and judge no figure "
+        "[default: cuda]",
     )
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this check")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=_ROOT / "runs/gpu",
+        help="folder for check.json and the log of each check [default: runs/gpu]",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run this check alone; give it again for another",
+    )
     return parser.parse_args(words)
+
+
+def _names(checks: Sequence[Check]) -> str:
+    return ", ".join(each.name for each in checks)
 
 
 def _machine() -> dict[str, Any]:
@@ -65,7 +87,8 @@ def _machine() -> dict[str, Any]:
 def _run(checks: Sequence[Check], setting: Setting, machine: dict[str, Any]) -> list[Outcome]:
     """Shows each outcome when it is known, and keeps all in check.json from the first on."""
     adopt_orphans()
-    print(f"{', '.join(machine['gpus']) or 'no GPU'}; torch {machine['torch']}")
+    gpus = ", ".join(machine["gpus"]) or "no GPU"
+    print(f"{gpus}; torch {machine['torch']}" + "; on a CPU no figure is judged" * setting.small)
     print(heading(), flush=True)
     outcomes: list[Outcome] = []
     for check in checks:

@@ -42,12 +42,11 @@ class Bar(NamedTuple):
         return self.least <= value <= self.most  # not nan
 
     def __str__(self) -> str:
-        bounds = [
-            f"at {name} {bound:g}"
-            for name, bound in zip(("least", "most"), self, strict=True)
-            if math.isfinite(bound)
-        ]
-        return ", ".join(bounds)
+        if math.isinf(self.least):
+            return f"at most {self.most:g}"
+        if math.isinf(self.most):
+            return f"at least {self.least:g}"
+        return f"{self.least:g} to {self.most:g}"
 
 
 @dataclass(frozen=True)

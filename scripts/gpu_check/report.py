@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpu_check.check import Outcome, State
 
-_NAME, _STATE, _FIGURE, _BAR = 34, 9, 18, 22
+_NAME, _STATE, _FIGURE, _BAR = 22, 9, 21, 14
 
 
 def heading() -> str:
@@ -40,13 +41,18 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
     return int(any(each.is_bad for each in outcomes))
 
 
+def _written(value: float | None) -> float | str | None:
+    """JSON has no nan and no infinity."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
 def write_json(path: Path, machine: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Writes all figures, with the machine and the versions that they belong to."""
     checks = [
         {
             "name": each.check.name,
             "state": each.state,
-            "value": each.value,
+            "value": _written(each.value),
             "unit": each.check.unit,
             "bar": None if each.check.bar is None else str(each.check.bar),
             "seconds": round(each.seconds, 1),
