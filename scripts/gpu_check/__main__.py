@@ -80,7 +80,11 @@ def _names(checks: Sequence[Check]) -> str:
 
 def _machine() -> dict[str, Any]:
     command = [sys.executable, "-m", "gpu_check.machine"]
-    found: dict[str, Any] = json.loads(subprocess.run(command, stdout=-1, check=True).stdout)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        sys.exit(f"gpu_check: {sys.executable}: {last}")
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
