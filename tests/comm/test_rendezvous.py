@@ -14,7 +14,8 @@ from processes import free_port, run_processes
 from pipedream.comm.communicators import Communicators
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
-from pipedream.comm.rendezvous import keep_torch_from_aborting
+from pipedream.comm.rendezvous import keep_torch_from_aborting, prepare_gpu
+from pipedream.graph.errors import UserError
 from pipedream.schedule.channel import Use, among
 
 
@@ -117,3 +118,20 @@ def test_torch_ends_no_rank_unless_the_user_says_so(
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == mode
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "1"
+
+
+def test_a_gpu_has_queues_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the 8 that CUDA has by default, streams that share one wait for each other's receives."""
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "NCCL_RUNTIME_CONNECT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    prepare_gpu()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
+
+
+def test_too_few_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as in Megatron's recipes
+    with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS"):
+        prepare_gpu()
