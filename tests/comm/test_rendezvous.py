@@ -121,7 +121,7 @@ def test_torch_ends_no_rank_unless_the_user_says_so(
 
 
 def test_a_gpu_has_queues_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the 8 that CUDA has by default, streams that share one wait for each other's receives."""
+    """With the 8 that CUDA has by default, streams that share one wait for one another."""
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "NCCL_RUNTIME_CONNECT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
