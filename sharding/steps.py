@@ -63,7 +63,7 @@ class Collective(Enum):
     """Shard to Partial: zeros stand for the elements of the other devices."""
 
 
-_COLLECTIVES: dict[tuple[type[Placement], type[Placement]], Collective] = {
+COLLECTIVES: dict[tuple[type[Placement], type[Placement]], Collective] = {
     (Shard, Replicate): Collective.ALL_GATHER,
     (Shard, Shard): Collective.ALL_TO_ALL,
     (Partial, Shard): Collective.REDUCE_SCATTER,
@@ -130,15 +130,44 @@ def make_step(
     target = (*source[:axis], placement, *source[axis + 1 :])
     if not can_be_placed(tensor.shape, tensor.mesh, target):
         return None
-    collective = _COLLECTIVES[type(current), type(placement)]
-    sent = tensor.element_bytes * _busiest(
-        tensor.shape, tensor.mesh, collective, source, target, axis
-    )
-    rounds = tensor.mesh[axis] - 1
-    if collective is Collective.ALL_REDUCE:
-        rounds *= 2
-    seconds = _ring_seconds(tensor.links[axis], sent, rounds)
+    held = (elements_held(tensor.shape, tensor.mesh, each) for each in (source, target))
+    collective, sent = sent_bytes(tensor, source, target, axis, *held)
+    seconds = _ring_seconds(tensor.links[axis], sent, ring_rounds(collective, tensor.mesh[axis]))
     return Step(collective, axis, source, target, sent, seconds)
+
+
+def sent_bytes(
+    tensor: MeshTensor,
+    source: Placements,
+    target: Placements,
+    axis: int,
+    held_before: int,
+    held_after: int,
+) -> tuple[Collective, int]:
+    """Returns the collective of a step on the axis, and what its busiest device sends or receives.
+    `held_before`, `held_after`: elements on the device that holds most at either end.
+    """
+    collective = COLLECTIVES[type(source[axis]), type(target[axis])]
+    devices = tensor.mesh[axis]
+    elements = 0
+    if collective is Collective.ALL_GATHER:
+        elements = (devices - 1) * held_before
+    elif collective is Collective.REDUCE_SCATTER:
+        elements = (devices - 1) * held_after
+    elif collective is Collective.ALL_REDUCE:
+        elements = 2 * (devices - 1) * math.ceil(held_before / devices)
+    elif collective is Collective.ALL_TO_ALL:
+        even = _is_even(tensor, source, held_before) and _is_even(tensor, target, held_after)
+        if even and source[axis].dim != target[axis].dim:  # type: ignore[union-attr]
+            elements = held_before - held_before // devices
+        else:
+            elements = _exchanged(tensor.shape, tensor.mesh, source, target, axis)
+    return collective, tensor.element_bytes * elements
+
+
+def ring_rounds(collective: Collective, devices: int) -> int:
+    """Returns the rounds of a ring of so many devices."""
+    return (devices - 1) * (2 if collective is Collective.ALL_REDUCE else 1)
 
 
 def steps_from(
@@ -157,26 +186,11 @@ def _ring_seconds(link: Link, sent: int, rounds: int) -> float:
     return rounds * float(link.seconds(sent / rounds)) if sent else 0.0
 
 
-def _busiest(
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    collective: Collective,
-    source: Placements,
-    target: Placements,
-    axis: int,
-) -> int:
-    """Elements that the busiest device of an axis sends or receives."""
-    devices = mesh[axis]
-    others = devices - 1
-    if collective is Collective.ALL_GATHER:
-        return others * elements_held(shape, mesh, source)
-    if collective is Collective.REDUCE_SCATTER:
-        return others * elements_held(shape, mesh, target)
-    if collective is Collective.ALL_REDUCE:
-        return 2 * others * math.ceil(elements_held(shape, mesh, source) / devices)
-    if collective is Collective.ALL_TO_ALL:
-        return _exchanged(shape, mesh, source, target, axis)
-    return 0
+def _is_even(tensor: MeshTensor, placements: Placements, held: int) -> bool:
+    """Tells whether all devices hold as much."""
+    axes = zip(placements, tensor.mesh, strict=True)
+    parts = math.prod(size for each, size in axes if isinstance(each, Shard))
+    return held * parts == math.prod(tensor.shape)
 
 
 def elements_held(shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> int:

@@ -1,0 +1,1 @@
+"""Shardings inside a stage: what there is to choose, and three ways to choose it."""
