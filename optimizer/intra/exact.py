@@ -1,9 +1,11 @@
 """The best labels of a problem, with a proof of how good they are.
 
-1. Message passing bounds all choices from below and finds good ones.
-2. A label that the bound rules out beside the best choice so far is dropped.
-3. What is left is solved exactly by elimination where its tables are small, else by HiGHS for as
-   long as there is time.
+1. Message passing bounds all choices from below.
+2. Labels that the bound has nothing against, or next to nothing, are few enough for elimination,
+   which finds the best among them: a good choice, often the best.
+3. Labels that may be in something better than that are those whose own bound is below it. The best
+   among these, by elimination, is the best of all. Where its tables would be too large, more
+   messages are passed; at the end a small rest is left to HiGHS.
 
 A limit of bytes enters by a price of a byte: for any price p >= 0 the least seconds + p (bytes -
 limit) is a lower bound (Everett, 1963), and the best price is found by bisection.
@@ -19,7 +21,7 @@ from time import monotonic
 import numpy as np
 
 from pipedream.optimizer.intra.elimination import eliminate
-from pipedream.optimizer.intra.integer import integer_program
+from pipedream.optimizer.intra.integer import column_count, integer_program
 from pipedream.optimizer.intra.messages import Messages
 from pipedream.optimizer.intra.problem import Ints, Problem
 
@@ -27,12 +29,20 @@ TIE = 1e-9
 """Relative difference below which two sums are equal."""
 
 _SWEEPS = 10
-"""Between two looks at the bound."""
+"""The first time, before the bound is used; then as many again as there were."""
 
-_STALLED = 1e-6
-"""Relative gain of so many sweeps below which more are not worth it."""
+_MOST_SWEEPS = 640
 
-_PRICES = 24
+_NOTHING_AGAINST = (1e-6, 1e-5)
+"""Labels whose bound is above the bound of all by no more than this part of it are tried."""
+
+_STALLED = 1e-9
+"""Relative gain of the bound below which more sweeps are not worth it."""
+
+_FEW_COLUMNS = 20_000
+"""Of an integer program that may be solved in some seconds."""
+
+_PRICES = 16
 """Prices of a byte that are tried."""
 
 _DEAREST = 5
@@ -71,14 +81,11 @@ class _Search:
         self.seconds, self.bound, self.sweeps = inf, -inf, 0
 
     def run(self) -> Choice:
-        problem = self.problem
-        at_nothing = self._at_price(0.0, None, TIE)
-        if problem.limit is not None and self.seconds == inf:
-            messages = self._bisect(at_nothing)
-        else:
-            messages = at_nothing, 0.0
+        messages = self._at_price(0.0, None, TIE)
+        if self.problem.limit is not None and self.seconds == inf:
+            messages = self._bisect(messages)
         if not self._choice().proven:
-            self._finish(*messages)
+            self._finish(messages)
         return self._choice()
 
     def _choice(self) -> Choice:
@@ -86,48 +93,49 @@ class _Search:
         return Choice(self.best, self.seconds, bound, self.sweeps)
 
     def _at_price(self, price: float, before: Messages | None, close: float) -> Messages:
-        """Passes messages until the bound meets the best choice, or stands still."""
+        """Passes messages and looks for choices, until the best is as close to the bound."""
         messages = Messages.of(self.problem, price)
         if before is not None:
             messages.continue_from(before)
-        discount = price * (self.problem.limit or 0.0)
-        least, priced = -inf, inf
+        priced, least, sweeps = _Priced(self, messages, price), -inf, _SWEEPS
         while True:
-            messages.sweep(_SWEEPS)
-            self.sweeps += _SWEEPS
-            raised = messages.bound()
-            self.bound = max(self.bound, raised - discount)
-            priced = min(priced, self._try(messages.labels(), price))
-            done = priced <= raised * (1 + close) or raised <= least + _STALLED * abs(raised)
-            least = max(least, raised)
-            if done or monotonic() > self.until:
+            messages.sweep(sweeps)
+            self.sweeps += sweeps
+            priced.improve(close)
+            stalled = priced.bound <= least + _STALLED * abs(least) or 2 * sweeps > _MOST_SWEEPS
+            least, sweeps = priced.bound, 2 * sweeps
+            if priced.is_within(close) or stalled or monotonic() > self.until:
                 return messages
 
-    def _try(self, labels: Ints, price: float) -> float:
+    def try_(self, labels: Ints, price: float) -> float:
         """Remembers the labels if they are the best within the limit; their priced seconds."""
         seconds, held = self.problem.amounts(labels)
         limit = self.problem.limit
         if seconds < self.seconds and (limit is None or held <= limit):
             self.best, self.seconds = labels, seconds
-        self.last = seconds, held
         return seconds + price * held
 
-    def _bisect(self, messages: Messages) -> tuple[Messages, float]:
-        """Finds the price at which the best choice just keeps the limit: the messages and the price
+    def raise_bound(self, priced: float, price: float) -> None:
+        """Takes note of what no choice takes less than, bytes by their price."""
+        self.bound = max(self.bound, priced - price * (self.problem.limit or 0.0))
+
+    def _bisect(self, messages: Messages) -> Messages:
+        """Finds the price at which the best choice just keeps the limit: the messages at the price
         of the best bound.
         """
         limit = self.problem.limit
         assert limit is not None
-        seconds, held = self.last
+        seconds, held = self.problem.amounts(messages.labels())
         low, high = 0.0, max(seconds, 1e-12) / max(held, 1.0)
-        found, best, known = (messages, 0.0), self.bound, False
+        found, best, known = messages, self.bound, False
         for step in range(_PRICES):
             price = (low + high) / 2 if known else high
             messages = self._at_price(price, messages, _CLOSE)
             if self.bound > best:
-                found, best = (messages, price), self.bound
-            known = known or self.last[1] <= limit or step > _DEAREST
-            if self.last[1] <= limit:
+                found, best = messages, self.bound
+            fits = self.problem.amounts(messages.labels()).bytes <= limit
+            known = known or fits or step > _DEAREST
+            if fits:
                 high = price
             else:
                 low, high = price, high if known else 8 * price
@@ -136,29 +144,64 @@ class _Search:
                 break
         return found
 
-    def _finish(self, messages: Messages, price: float) -> None:
-        """Solves exactly what the bound does not rule out."""
-        problem, limit = self.problem, self.problem.limit
-        discount = price * (limit or 0.0)
-        ends = np.cumsum([len(own) for own in problem.seconds])[:-1]
-        least = np.split(messages.least() - discount, ends)
-        alive = [np.flatnonzero(own <= self.seconds * (1 + TIE)) for own in least]
-        if not all(len(own) for own in alive):  # rounding: the best choice is the best
-            self.bound = self.seconds
-            return
-        left = problem.restricted(alive)
-        if limit is None:
-            labels = eliminate(left)
-            if labels is not None:
-                self._try(_original(alive, labels), 0.0)
-                self.bound = self.seconds
-                return
+    def _finish(self, messages: Messages) -> None:
+        """Leaves to an integer program what the bound does not rule out, if that is little."""
+        discount = messages.price * (self.problem.limit or 0.0)
+        alive = _alive(messages, self.seconds * (1 + TIE) + discount)
+        left = self.problem.restricted(alive)
         remaining = self.until - monotonic()
-        if remaining > 0:
+        if column_count(left) <= _FEW_COLUMNS and remaining > 0:
             solution = integer_program(left, remaining)
             if solution.labels is not None:
-                self._try(_original(alive, solution.labels), 0.0)
+                self.try_(_original(alive, solution.labels), 0.0)
             self.bound = max(self.bound, min(solution.bound, self.seconds))
+
+
+@dataclass
+class _Priced:
+    """The best choice so far at one price, and its bound."""
+
+    search: _Search
+    messages: Messages
+    price: float
+    seconds: float = inf
+    bound: float = -inf
+
+    def is_within(self, close: float) -> bool:
+        return self.seconds <= self.bound * (1 + close) + 1e-30
+
+    def improve(self, close: float) -> None:
+        self._raise(self.messages.bound())
+        self._try(self.messages.labels())
+        for part in _NOTHING_AGAINST:
+            if not self.is_within(close):
+                self._eliminate(self.bound * (1 + part))
+        if not self.is_within(close) and self._eliminate(self.seconds):
+            self._raise(self.seconds)
+
+    def _eliminate(self, most: float) -> bool:
+        """Finds the best among labels whose bound is at most this; returns whether it could."""
+        alive = _alive(self.messages, most * (1 + TIE))
+        labels = eliminate(self.search.problem.restricted(alive), self.price)
+        if labels is None:
+            return False
+        self._try(_original(alive, labels))
+        return True
+
+    def _try(self, labels: Ints) -> None:
+        self.seconds = min(self.seconds, self.search.try_(labels, self.price))
+
+    def _raise(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+        self.search.raise_bound(bound, self.price)
+
+
+def _alive(messages: Messages, most: float) -> list[Ints]:
+    """The labels of each variable whose bound is at most so many priced seconds, but at least that
+    of the lowest.
+    """
+    ends = np.cumsum([len(own) for own in messages.problem.seconds])[:-1]
+    return [np.flatnonzero(own <= max(most, own.min())) for own in np.split(messages.least(), ends)]
 
 
 def _original(alive: Sequence[Ints], labels: Ints) -> Ints:

@@ -40,6 +40,12 @@ def integer_program(problem: Problem, seconds: float | None = None) -> IntegerSo
     return program.solve(seconds)
 
 
+def column_count(problem: Problem) -> int:
+    """About how many columns the program has."""
+    tables = (value.seconds.size * (2 + len(value.readers)) for value in problem.values)
+    return sum(map(len, problem.seconds)) + sum(tables)
+
+
 @dataclass
 class _Program:
     """Columns and rows as they come. `rows`: least, most, and the entries (column, factor)."""

@@ -97,6 +97,7 @@ class Messages:
     work: Work
     unit: float
     """In seconds."""
+    price: float
 
     @staticmethod
     def of(problem: Problem, price: float = 0.0) -> Messages:
@@ -198,6 +199,7 @@ class _Builder:
             np.zeros(message[-1]),
             _work(max(spans, default=1)),
             self.unit,
+            self.price,
         )
         _begin(messages.variables, messages.slots, messages.unary, messages.messages)
         return messages
