@@ -47,15 +47,15 @@ class Distances:
         default_factory=dict, init=False, repr=False
     )
 
-    def seconds(self, sources: Sequence[Placements], targets: Sequence[Placements]) -> Floats:
+    def seconds(self, sources: tuple[Placements, ...], targets: tuple[Placements, ...]) -> Floats:
         """[source, target]: as `redistribute` takes. All must be possible placements."""
         table = np.zeros((len(sources), len(targets)))
-        rows, columns = _by_chunks(sources), _by_chunks(targets)
-        for (of_sources, row), (of_targets, column) in product(rows.items(), columns.items()):
-            number, matrix = self._matrix(tuple(sorted({1, *of_sources, *of_targets})))
-            from_ = [number[sources[k]] for k in row]
-            to = [number[targets[k]] for k in column]
-            table[np.ix_(row, column)] = matrix[np.ix_(from_, to)]
+        for of_sources, rows in _by_chunks(sources).items():
+            for of_targets, columns in _by_chunks(targets).items():
+                number, matrix = self._matrix(tuple(sorted({1, *of_sources, *of_targets})))
+                from_ = np.array([number[sources[k]] for k in rows])
+                to = np.array([number[targets[k]] for k in columns])
+                table[rows[:, None], columns] = matrix[from_[:, None], to]
         return table
 
     def _matrix(self, chunks: tuple[int, ...]) -> tuple[dict[Placements, int], Floats]:
@@ -88,13 +88,14 @@ class _AxisSteps:
     seconds: Floats
 
 
-def _by_chunks(placements: Sequence[Placements]) -> dict[frozenset[int], list[int]]:
+@lru_cache(maxsize=10_000)
+def _by_chunks(placements: tuple[Placements, ...]) -> dict[frozenset[int], NDArray[np.intp]]:
     """The positions of the placements by the numbers of chunks that they have."""
     groups: dict[frozenset[int], list[int]] = {}
     for position, each in enumerate(placements):
         chunks = frozenset(own.chunks for own in each if isinstance(own, Shard))
-        groups.setdefault(chunks, []).append(position)
-    return groups
+        groups.setdefault(chunks - {1}, []).append(position)
+    return {chunks: np.array(own) for chunks, own in groups.items()}
 
 
 def _choices(tensor: MeshTensor, chunks: Sequence[int]) -> list[Placement]:

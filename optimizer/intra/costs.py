@@ -59,6 +59,7 @@ class StageProblem:
     requests: Requests = field(default_factory=Requests)
     kept: Mapping[str, float] = field(default_factory=dict)
     _tables: dict[object, tuple[Value, object]] = field(default_factory=dict, init=False)
+    _shares: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
 
     @cached_property
     def problem(self) -> Problem:
@@ -199,13 +200,16 @@ class StageProblem:
 
     def _call_costs(self, call: OperatorCall) -> tuple[Floats, Floats]:
         """Work, and sums in the middle of the operator."""
-        own, seconds = self._labels[call.name].strategies, self.seconds.get(call.name, 0.0)
-        costs = [
-            seconds * work_share(call.operator, joint, self.mesh.sizes)
-            + sum(each.seconds for each in inner_sums(call, joint, self.mesh))
-            for joint in own
-        ]
-        return np.array(costs), np.zeros(len(own))
+        own = self._labels[call.name]
+        key = call.operator, id(own)
+        if key not in self._shares:
+            sizes = self.mesh.sizes
+            shares = [work_share(call.operator, joint, sizes) for joint in own.strategies]
+            inner = [inner_sums(call, joint, self.mesh) for joint in own.strategies]
+            moved = [sum(each.seconds for each in sums) for sums in inner]
+            self._shares[key] = np.array(shares), np.array(moved)
+        shares_, moved_ = self._shares[key]
+        return self.seconds.get(call.name, 0.0) * shares_ + moved_, np.zeros(len(shares_))
 
     def _values(self) -> Iterable[Value]:
         """What is read, and what leaves the graph whole at its end."""
@@ -248,7 +252,7 @@ class StageProblem:
         type_ = self.types[value]
         forms: dict[tuple[Placements, ...], int] = {}
         wanted = tuple(_forms(own, forms) for _, own, _ in readers)
-        single = list(dict.fromkeys(each for form in forms for each in form))
+        single = tuple(dict.fromkeys(each for form in forms for each in form))
         moved = self._distances(type_).seconds(places.distinct, single)
         if value in self._written:
             moved = np.where(moved > 0, np.inf, moved)
@@ -309,16 +313,19 @@ class StageProblem:
 
     def _gradient_table(self, output: StageOutput, places: Places, target: Places) -> Value:
         type_ = self.types[output.value]
-        seconds = np.zeros((len(places.distinct), len(target.distinct)))
-        known = self._distances(type_)
-        role = output.role.removesuffix(" gradient")
-        for column, own in enumerate(target.distinct):
-            at_once = [
-                output_target(output, each, {(role, output.name): own}) for each in places.distinct
+        known, role = self._distances(type_), output.role.removesuffix(" gradient")
+        number: dict[Placements, int] = {}
+        at_once = [
+            [
+                number.setdefault(output_target(output, each, {(role, output.name): own}), len(number))
+                for own in target.distinct
             ]
-            now = known.seconds(places.distinct, at_once).diagonal()
-            later = known.seconds(at_once, [own])[:, 0]
-            seconds[:, column] = now + later / self.accounting.minibatches
+            for each in places.distinct
+        ]
+        now = known.seconds(places.distinct, tuple(number))
+        later = known.seconds(tuple(number), target.distinct) / self.accounting.minibatches
+        rows, columns = np.ogrid[: len(places.distinct), : len(target.distinct)]
+        seconds = now[rows, at_once] + later[at_once, columns]
         nothing = np.zeros(len(places.distinct)), np.zeros(len(target.distinct))
         return Value(
             *(0, places.number, (1,), (target.number,), seconds, (True,)),

@@ -33,8 +33,11 @@ _SWEEPS = 10
 
 _MOST_SWEEPS = 640
 
-_NOTHING_AGAINST = (1e-6, 1e-5)
+_NOTHING_AGAINST = 1e-6
 """Labels whose bound is above the bound of all by no more than this part of it are tried."""
+
+_SETTLED = 1e-3
+"""Relative gain of the bound below which that is worth it."""
 
 _STALLED = 1e-9
 """Relative gain of the bound below which more sweeps are not worth it."""
@@ -171,11 +174,12 @@ class _Priced:
         return self.seconds <= self.bound * (1 + close) + 1e-30
 
     def improve(self, close: float) -> None:
+        before = self.bound
         self._raise(self.messages.bound())
         self._try(self.messages.labels())
-        for part in _NOTHING_AGAINST:
-            if not self.is_within(close):
-                self._eliminate(self.bound * (1 + part))
+        if self.is_within(close) or self.bound - before > _SETTLED * abs(before):
+            return
+        self._eliminate(self.bound * (1 + _NOTHING_AGAINST))
         if not self.is_within(close) and self._eliminate(self.seconds):
             self._raise(self.seconds)
 

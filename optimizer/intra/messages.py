@@ -30,6 +30,8 @@ MOST_READERS = 5
 FORBIDDEN = 1e12
 """More than anything takes; costs are in units of which all together are a million at most."""
 _ALL = 1e6
+NOTHING = 1e18
+"""What a minimum over nothing is."""
 
 
 class Variables(NamedTuple):
@@ -303,7 +305,7 @@ def _apply(variables, slots, unary, messages):  # type: ignore[no-untyped-def]
                 unary[variables.first[v] + x] += messages[message + slots.places[place + x]]
 
 
-@njit(cache=True)
+@njit(cache=True, fastmath=True)
 def _minima(slot, slots, factors, messages, fixed, work):  # type: ignore[no-untyped-def]
     """Fills `work.out` with the least of the slot's factor, for each placement of the slot; other
     members with `fixed` >= 0 are in that placement.
@@ -316,26 +318,10 @@ def _minima(slot, slots, factors, messages, fixed, work):  # type: ignore[no-unt
     first, given, wanted = factors.first[f], factors.given[f], factors.wanted[f]
     sums, turns, least, cover, out = work
     own = slot - first
-    for p in range(wanted):
-        sums[0, p] = 0.0
-    turns[0], cover[0], count = 0, 0.0, 0
-    for member in range(first + 1, factors.first[f + 1]):
-        if member == slot:
-            continue
-        bit, message = 1 << count, slots.message[member]
-        for p in range(wanted):
-            here = -messages[message + p]
-            if fixed[member] >= 0 and fixed[member] != p:
-                here = FORBIDDEN
-            for t in range(bit):
-                sums[bit + t, p] = sums[t, p] + here
-        for t in range(bit):
-            turns[bit + t] = turns[t] | slots.turn[member]
-        count += 1
-    full = (1 << count) - 1
+    full = _gather(slot, slots, factors, messages, fixed, work)
     size = given if own == 0 else wanted
     for p in range(size):
-        out[p] = np.inf
+        out[p] = NOTHING
     source = slots.message[first]
     many = factors.turns[f] > 1
     for case in range(factors.cases[f]):
@@ -350,11 +336,9 @@ def _minima(slot, slots, factors, messages, fixed, work):  # type: ignore[no-unt
                     continue
             for t in range(1, full + 1):
                 row = table + ((turns[t] - 1) * given if many else 0) * wanted + g * wanted
-                best = np.inf
+                costs, terms, best = factors.costs[row : row + wanted], sums[t], NOTHING
                 for p in range(wanted):
-                    here = factors.costs[row + p] + sums[t, p]
-                    if here < best:
-                        best = here
+                    best = min(best, costs[p] + terms[p])
                 least[t] = best
             for t in range(1, full + 1):
                 low = t & -t
@@ -362,26 +346,51 @@ def _minima(slot, slots, factors, messages, fixed, work):  # type: ignore[no-unt
                 best, part = least[t], rest
                 while part:
                     part = (part - 1) & rest
-                    here = least[part | low] + cover[rest ^ part]
-                    if here < best:
-                        best = here
+                    best = min(best, least[part | low] + cover[rest ^ part])
                 cover[t] = best
             if own == 0:
-                here = base + cover[full]
-                if here < out[g]:
-                    out[g] = here
+                out[g] = min(out[g], base + cover[full])
                 continue
             for t in range(full + 1):
                 turn = turns[t] | slots.turn[slot]
                 row = table + ((turn - 1) * given if many else 0) * wanted + g * wanted
-                rest_cost = base + cover[full ^ t]
+                others = base + cover[full ^ t]
+                costs, terms = factors.costs[row : row + wanted], sums[t]
                 for p in range(wanted):
-                    here = factors.costs[row + p] + sums[t, p] + rest_cost
-                    if here < out[p]:
-                        out[p] = here
+                    out[p] = min(out[p], costs[p] + (terms[p] + others))
     message = slots.message[slot]
     for p in range(size):
         out[p] -= messages[message + p]
+
+
+@njit(cache=True, fastmath=True)
+def _gather(slot, slots, factors, messages, fixed, work):  # type: ignore[no-untyped-def]
+    """Fills the sums and turns of all subsets of the readers other than the slot; returns the last
+    of them.
+    """
+    f = slots.factor[slot]
+    first, wanted = factors.first[f], factors.wanted[f]
+    sums, turns, cover = work.sums, work.turns, work.cover
+    for p in range(wanted):
+        sums[0, p] = 0.0
+    turns[0], cover[0], count = 0, 0.0, 0
+    for member in range(first + 1, factors.first[f + 1]):
+        if member == slot:
+            continue
+        bit, message = 1 << count, slots.message[member]
+        for p in range(wanted):
+            sums[bit, p] = -messages[message + p]
+        if fixed[member] >= 0:
+            for p in range(wanted):
+                if fixed[member] != p:
+                    sums[bit, p] = FORBIDDEN
+        turns[bit] = slots.turn[member]
+        for t in range(1, bit):
+            turns[bit + t] = turns[t] | turns[bit]
+            for p in range(wanted):
+                sums[bit + t, p] = sums[t, p] + sums[bit, p]
+        count += 1
+    return (1 << count) - 1
 
 
 @njit(cache=True)
@@ -408,7 +417,7 @@ def _sweep(forward, variables, slots, factors, unary, messages, work):  # type: 
             for p in range(size):
                 if slots.usable[message + p]:
                     messages[message + p] += work.out[p]
-        lowest = np.inf
+        lowest = NOTHING
         for x in range(labels):
             lowest = min(lowest, unary[begin + x])
         share = 1.0 / max(1, ahead, behind)
@@ -421,7 +430,7 @@ def _sweep(forward, variables, slots, factors, unary, messages, work):  # type: 
             f = slots.factor[slot]
             size = factors.given[f] if slot == factors.first[f] else factors.wanted[f]
             for p in range(size):
-                work.out[p] = np.inf
+                work.out[p] = NOTHING
             for x in range(labels):
                 p = slots.places[place + x]
                 work.out[p] = min(work.out[p], before[x] - lowest)

@@ -34,7 +34,7 @@ def test_each_pair_takes_as_long_as_its_steps(shape, mesh, chunks, links):
         for each in product(choices, repeat=len(mesh))
         if can_be_placed(tensor.shape, mesh, each)
     ]
-    some = placements[:: 1 + len(placements) // 12]
+    some = tuple(placements[:: 1 + len(placements) // 12])
     seconds = Distances(tensor).seconds(some, some)
     for (row, source), (column, target) in product(enumerate(some), repeat=2):
         steps = redistribute(tensor, source, target)
