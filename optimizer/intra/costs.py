@@ -21,7 +21,13 @@ from pipedream.graph.placements.placement import Placements, Replicate, show_pla
 from pipedream.graph.placements.requests import Requests, requested_operators, requested_values
 from pipedream.optimizer.intra.labels import JointStrategy, Labels, OperatorLabels, Places
 from pipedream.optimizer.intra.problem import Floats, Ints, Problem, Value
-from pipedream.sharding.assignment import Assignment, LinkedMesh, inner_sums, output_target
+from pipedream.sharding.assignment import (
+    Assignment,
+    LinkedMesh,
+    inner_sums,
+    output_target,
+    redistributions,
+)
 from pipedream.sharding.distances import Distances, distances
 from pipedream.sharding.steps import MeshTensor, elements_held
 from pipedream.sharding.work import work_share
@@ -85,17 +91,24 @@ class StageProblem:
                     placed[value] = places.distinct[places.number[label]]
         return Assignment(self.graph, self.mesh, chosen, placed)
 
-    def labels_of(self, assignment: Assignment) -> Ints:
-        """The labels of an assignment of the same graph whose strategies are all among them."""
-        inputs = [
-            self._inputs[each.value].distinct.index(assignment.placed[each.value])
-            for each in self.graph.inputs
-        ]
-        calls = [
-            self._labels[call.name].strategies.index(assignment.strategies[call.name])
+    def seconds_of(self, assignment: Assignment) -> float:
+        """What any assignment of the graph takes, as the problem counts."""
+        sizes, accounting = self.mesh.sizes, self.accounting
+        work = sum(
+            self.seconds.get(call.name, 0.0)
+            * work_share(call.operator, assignment.strategies[call.name], sizes)
             for call in self.graph.calls
-        ]
-        return np.array([*inputs, *calls, *[0] * len(self.graph.outputs)], dtype=np.intp)
+        )
+        moved = sum(
+            each.seconds / (accounting.minibatches if each.often == "update" else 1.0)
+            for each in redistributions(assignment)
+        )
+        parameters = (each for each in self.graph.inputs if each.role == "parameter")
+        held = sum(
+            float(self._held_bytes(each.type, [assignment.placed[each.value]])[0])
+            for each in parameters
+        )
+        return work + moved + accounting.parameter_seconds * held
 
     @cached_property
     def types(self) -> dict[str, TensorType]:

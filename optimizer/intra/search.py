@@ -1,0 +1,58 @@
+"""A sharding of a graph's operators on a mesh, by one of the searches, and how good it is.
+
+- exact: message passing and elimination, with proof (`exact`);
+- propagate: from what the user wants, operator by operator (`sharding.propagate`; MindSpore);
+- recursive: halving the machine again and again, on relative costs (`recursive`; MindSpore).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from pipedream.optimizer.intra.costs import StageProblem
+from pipedream.optimizer.intra.exact import solve
+from pipedream.optimizer.intra.messages import Messages
+from pipedream.sharding.assignment import Assignment
+from pipedream.sharding.propagate import propagate
+
+Method: TypeAlias = Literal["exact", "propagate", "recursive"]
+
+_SWEEPS = 20
+"""Of message passing, for the bound of a search that has none."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """`seconds` of a minibatch on each device, as `StageProblem` counts, and a `bound` that no
+    sharding of the graph on the mesh takes less than.
+    """
+
+    assignment: Assignment
+    method: Method
+    seconds: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """By how much more than the bound it takes, as a part of it; 0 if nothing is better."""
+        gap = self.seconds / self.bound - 1 if self.bound > 0 else 0.0
+        return gap if gap > 1e-7 else 0.0
+
+
+def find_sharding(stage: StageProblem, method: Method, seconds: float = 30.0) -> Sharding | None:
+    """The best sharding found, in about so many seconds; None if none keeps the limit of bytes.
+
+    Raises UserError for requests that cannot be met.
+    """
+    if method == "exact":
+        choice = solve(stage.problem, seconds)
+        if choice.labels is None:
+            return None
+        return Sharding(stage.assignment(choice.labels), method, choice.seconds, choice.bound)
+    assert method == "propagate"
+    assignment = propagate(stage.graph, stage.mesh, stage.requests, stage.seconds)
+    messages = Messages.of(stage.problem)
+    messages.sweep(_SWEEPS)
+    taken = stage.seconds_of(assignment)
+    return Sharding(assignment, method, taken, min(taken, messages.bound()))
