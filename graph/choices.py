@@ -34,3 +34,6 @@ Recompute: TypeAlias = Literal["never", "auto", "always"]
 
 InFlight: TypeAlias = Literal["useful", "least"]
 """Minibatches in flight: as many as still raise the throughput, or PipeDream's number."""
+
+IntraOp: TypeAlias = Literal["auto", "exact", "propagate", "recursive", "none"]
+"""How operators are divided inside stages: see `pipedream.optimizer.intra`."""

@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt, model_validator
 from pipedream.graph.choices import (
     DEFAULT_ORDER,
     InFlight,
+    IntraOp,
     OptimizerName,
     Recompute,
     ScheduleName,
@@ -297,6 +298,7 @@ class PlanningOptions(ArtifactModel):
     shard: tuple[str, ...] | None = None
     profile: str | None = None
     """Path of profile.json from the plan's folder."""
+    intra_op: IntraOp = "auto"
 
 
 class DraftPlan(ArtifactModel):

@@ -129,12 +129,11 @@ def _steps_by_axis(tensor: MeshTensor, number: dict[Placements, int]) -> Iterato
 
 def _pairs(
     tensor: MeshTensor, number: dict[Placements, int], axis: int
-) -> Iterator[tuple[Placements, Placements]]:
+) -> Iterator[tuple[Placements, ...]]:
     """The placements between which one step on the axis leads."""
     groups: dict[tuple[Placements, Placements], list[Placements]] = {}
     for each in number:
         if is_free(tensor.mesh, each, axis, each[axis]):
             groups.setdefault((each[:axis], each[axis + 1 :]), []).append(each)
     for group in groups.values():
-        for source, target in permutations(group, 2):
-            yield source, target
+        yield from permutations(group, 2)

@@ -30,6 +30,10 @@ class TensorType(ArtifactModel):
     """As torch calls it: float32."""
     element_bytes: PositiveInt
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.element_bytes
+
 
 class Input(ArtifactModel):
     """Stands, among the arguments, for the tensor with this number among the operator's inputs."""

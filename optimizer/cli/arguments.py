@@ -195,14 +195,21 @@ GROUPS = {
     "Stages on several devices": (
         option(
             "--mesh N,N,...",
-            "Make each worker a team of N x N x ... devices that share the operators of its stage,"
-            " as --shard says. Needs operators.json beside GRAPH.  [default: one device]",
+            "Make each worker a team of N x N x ... devices that share the operators of its stage."
+            " Needs operators.json beside GRAPH.  [default: the best]",
         ),
         option(
             "--shard PATTERN=PLACEMENTS",
             "With --mesh: place the parameters of this name (* stands for any letters), one"
             " placement for each axis: S(0) shards dimension 0, S(0, chunks=3) each third of it, R"
             " replicates. The rest follows. Repeat for more.  [default: all R]",
+        ),
+        option(
+            "--intra-op",
+            "How to divide operators among devices: exact finds the best for each mesh and proves"
+            " it, propagate divides what --shard leads to, recursive halves the machine again and"
+            " again, in milliseconds; none: each worker is one device. auto: exact, on every mesh"
+            " that the machines have, where that is faster than none.",
         ),
     ),
     "Output": (

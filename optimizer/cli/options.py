@@ -21,6 +21,7 @@ from pipedream.graph.choices import (
     BEST_ORDER,
     ORDER_NAMES,
     InFlight,
+    IntraOp,
     OptimizerName,
     Recompute,
     ScheduleName,
@@ -102,6 +103,7 @@ class Options:
 
     mesh: str | None = None
     shard: tuple[str, ...] = ()
+    intra_op: IntraOp = "auto"
 
     output: Path | None = None
     """The folder that the files are for; None if they are for none."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from pipedream.graph.errors import UserError
+from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.profile import folder_of, sizes_in
 from pipedream.optimizer.choose.tied import plan_shared
 from pipedream.optimizer.cli.cluster_options import named
@@ -17,8 +19,14 @@ from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cli.task import Task, check_global_batch, make_task
 from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
 from pipedream.optimizer.search.outcome import Outcome
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.sharding.meshes import are_alike, meshes
+from pipedream.optimizer.sharding.table import beside
 from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import MOST_MOVES, QUICK_MOVES
+
+_WORTH_A_MESH = 0.99
+"""Of the seconds of the best plan so far: a mesh that is no faster than this is not worth it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,57 @@ def quick_collector() -> Iterator[None]:
 
 
 def _plan(task: Task, options: Options) -> Planning:
+    """Plans with workers of one device, and on meshes where operators may be divided: the best."""
+    if task.operators is None or task.sharding is not None:
+        return _plan_workers(task, options)
+    plain: Planning | UserError
+    try:
+        plain = _plan_workers(task, options)
+    except UserError as error:
+        plain = error
+    return best_on_meshes(plain, task, options)
+
+
+def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) -> Planning:
+    """The best of plans with workers of one device and of meshes, with what the others take. Raises
+    UserError if there is none.
+    """
+    best = None if isinstance(plain, UserError) else plain
+    alone = inf if best is None else _seconds(best)
+    tried: dict[Mesh, float] = {}
+    for mesh in meshes(task.request.cluster) if are_alike(task.request.cluster) else ():
+        with suppress(UserError):  # nothing to divide, or too little memory
+            on_mesh = task.on_mesh(mesh, (), options.intra_op)
+            if _at_least(on_mesh.request) >= (inf if best is None else _seconds(best)):
+                continue
+            planning = _plan_workers(on_mesh, options)
+            tried[mesh] = _seconds(planning)
+            if best is None or tried[mesh] < _seconds(best) * _WORTH_A_MESH:
+                best = planning
+    if best is None:
+        assert isinstance(plain, UserError)
+        raise plain
+    if not tried:
+        return best
+    notes = (*best.outcome.notes, beside(tried, alone, best.task.sharding))
+    return replace(best, outcome=replace(best.outcome, notes=notes))
+
+
+def _at_least(request: Request) -> float:
+    """Seconds per minibatch of all work, shared out evenly."""
+    cluster = request.cluster
+    speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
+    return float(request.planning.compute_seconds.sum()) / speeds
+
+
+def _seconds(planning: Planning) -> float:
+    predicted = planning.outcome.plan.predicted
+    simulated = predicted.simulated
+    return predicted.seconds_shared_out if simulated is None else simulated.seconds_per_minibatch
+
+
+def _plan_workers(task: Task, options: Options) -> Planning:
+    """Plans for the workers of the task."""
     try:
         request, outcome, notes = plan_shared(task.request, task.any_schedule)
     except MemoryError as error:

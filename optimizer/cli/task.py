@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
-from pipedream.graph.cluster import Cluster
+from pipedream.graph.choices import DEFAULT_ORDER, IntraOp, ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
+from pipedream.graph.placements.operators import OperatorProfile
+from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
 from pipedream.graph.units import show_bytes
@@ -25,6 +26,7 @@ from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.split import Split, split_of
+from pipedream.optimizer.sharding.accounting import accounting, kept_bytes
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.optimizer.sharding.table import notes
 from pipedream.optimizer.sharding.team_graph import expand, team_footprints, team_graph
@@ -38,9 +40,9 @@ class Task:
 
     `numbers`: of workers to sweep over; `profile`: of the graph, if there is one; `runs`: by which
     the graph was calibrated, newest last; `profiled`: the graph before that, and its `batch_size`,
-    None if no profile says it; `any_schedule`: whether the user leaves it open; `sharding`: of the
-    operators, with --mesh; then the graph, the footprints and the cluster of the request are those
-    of a team.
+    None if no profile says it; `any_schedule`: whether the user leaves it open; `operators`: of
+    the graph, where they can be divided; `sharding`: of them on the mesh that each worker is; then
+    the graph, the footprints and the cluster of the request are those of a team.
     """
 
     request: Request
@@ -51,6 +53,20 @@ class Task:
     batch_size: int | None
     any_schedule: bool = False
     sharding: ModelSharding | None = None
+    operators: OperatorProfile | None = None
+
+    def on_mesh(self, mesh: Mesh, shards: Sequence[str], method: IntraOp) -> Task:
+        """The same with workers that are meshes of devices. Raises UserError."""
+        assert self.operators is not None
+        assert self.profile is not None
+        request = self.request
+        footprints = request.footprints
+        kept = {} if footprints is None else kept_bytes(self.operators, footprints)
+        sharding = ModelSharding.of(
+            *(mesh, shards, self.operators, request.cluster, method),
+            *(accounting(request, mesh), kept),
+        )
+        return replace(self, request=_of_teams(request, self.profile, sharding), sharding=sharding)
 
     def expanded(self, plan: Plan) -> Plan:
         """The plan with the devices of its teams, if it is for teams."""
@@ -82,7 +98,7 @@ def make_task(options: Options) -> Task:
     overheads = profile.training_overheads if profile and profile.footprints else None
     graph = calibrated(profiled, runs, profile, overheads) if runs else profiled
     schedule, cost_model = _schedule(options, latency), _cost_model(options)
-    sharding = _model_sharding(options, graph, profile, cluster)
+    operators = _operators(options, graph, profile)
     rates = {} if overheads is None else overheads.update_rates
     request = Request(
         graph=graph,
@@ -108,10 +124,14 @@ def make_task(options: Options) -> Task:
     )
     _check_room(request)
     any_schedule = options.schedule is None and latency is None and not options.weight_prediction
-    if sharding is not None:
-        request = _of_teams(request, profile, sharding)
     batch_size = None if profile is None else profile.batch_size
-    return Task(request, numbers, profile, runs, profiled, batch_size, any_schedule, sharding)
+    task = Task(
+        *(request, numbers, profile, runs, profiled, batch_size, any_schedule),
+        operators=operators,
+    )
+    if options.mesh is None:
+        return task
+    return task.on_mesh(_mesh(options.mesh), options.shard, options.intra_op)
 
 
 def _room(options: Options, profile: Profile | None) -> float:
@@ -162,9 +182,8 @@ def _cost_model(options: Options) -> CostModel:
     return COST_MODELS[name](options.activation_compression)
 
 
-def _of_teams(request: Request, profile: Profile | None, sharding: ModelSharding) -> Request:
+def _of_teams(request: Request, profile: Profile, sharding: ModelSharding) -> Request:
     """Returns the request for teams of devices, in place of single ones."""
-    assert profile is not None
     footprints = request.footprints
     return replace(
         request,
@@ -174,33 +193,62 @@ def _of_teams(request: Request, profile: Profile | None, sharding: ModelSharding
     )
 
 
-def _model_sharding(
-    options: Options, graph: Graph, profile: Profile | None, cluster: Cluster
-) -> ModelSharding | None:
-    """Returns how --mesh and --shard divide the operators; None without. Raises UserError."""
-    if options.mesh is None:
-        if options.shard:
-            raise UserError("--shard needs --mesh: add --mesh 2, or leave it out")
+def _operators(options: Options, graph: Graph, profile: Profile | None) -> OperatorProfile | None:
+    """Returns the operators of the graph, if they may be divided and are wanted. Raises UserError
+    where they are asked for and cannot be had.
+    """
+    asked = _asks_for_operators(options)
+    if options.intra_op == "none" or not (asked or _may_be_divided(options)):
         return None
-    _check_known_to_teams(options)
-    mesh, path = _mesh(options.mesh), options.graph_path.with_name("operators.json")
-    if profile is not None and profile.no_operators is not None:
+    if asked is not None:
+        _check_known_to_teams(options, asked)
+    if profile is not None and profile.no_operators is not None and asked:
         raise UserError(
-            f"--mesh: the model cannot run on a mesh: {profile.no_operators}; plan it without"
-            " --mesh"
+            f"{asked}: the model cannot run on a mesh: {profile.no_operators}; plan it without"
+            f" {asked.split()[0]}"
         )
+    path = options.graph_path.with_name("operators.json")
     operators = None if profile is None else operators_of(options)
-    if operators is None:
+    if operators is None and asked:
         raise UserError(
-            f"--mesh: there is no {path if profile else options.profile_path}: pd-profile writes it"
-            " with graph.txt"
+            f"{asked}: there is no {path if profile else options.profile_path}: pd-profile writes"
+            " it with graph.txt"
         )
-    if operators.fingerprint != graph.fingerprint:
+    if operators is None or operators.fingerprint == graph.fingerprint:
+        return operators
+    if asked:
         raise UserError(f"{path}: the operators of another graph: run pd-profile again")
-    return ModelSharding.of(mesh, options.shard, operators, cluster)
+    return None
 
 
-def _check_known_to_teams(options: Options) -> None:
+def _asks_for_operators(options: Options) -> str | None:
+    """Returns the option that says that operators are to be divided. Raises UserError if options
+    contradict each other.
+    """
+    if options.mesh is None and options.shard:
+        raise UserError("--shard needs --mesh: add --mesh 2, or leave it out")
+    if options.mesh is not None:
+        if options.intra_op == "none":
+            raise UserError(
+                "--intra-op none divides no operators, which is what --mesh is for: leave one out"
+            )
+        return "--mesh"
+    return f"--intra-op {options.intra_op}" if options.intra_op not in ("auto", "none") else None
+
+
+def _may_be_divided(options: Options) -> bool:
+    """Whether --intra-op auto looks for shardings: not beside what knows no teams of devices, nor
+    where the user says what the stages are.
+    """
+    given = (options.split, options.replicas, options.order, options.straight)
+    return not (any(_unknown_to_teams(options)) or any(given)) and options.cost_model in (
+        None,
+        DEFAULT_COST_MODEL,
+    )
+
+
+def _unknown_to_teams(options: Options) -> Iterator[str]:
+    """The options that were given and know no teams of devices."""
     others = {
         "--compare": options.compare,
         "--sweep": options.sweep,
@@ -208,8 +256,14 @@ def _check_known_to_teams(options: Options) -> None:
         f"--export {' '.join(options.export)}": options.export,
         "--timeline": options.timeline,
     }
-    for other in filter(others.get, others):
-        raise UserError(f"{other} does not know teams of devices: leave it or --mesh out")
+    return filter(others.get, others)
+
+
+def _check_known_to_teams(options: Options, asked: str) -> None:
+    for other in _unknown_to_teams(options):
+        raise UserError(
+            f"{other} does not know teams of devices: leave it or {asked.split()[0]} out"
+        )
 
 
 def _mesh(text: str) -> tuple[int, ...]:

@@ -1,1 +1,8 @@
-"""Shardings inside a stage: what there is to choose, and three ways to choose it."""
+"""Shardings inside a stage: how the devices of a mesh share its operators.
+
+- `search.py`: the searches by name; begin here
+- `costs.py`: operators as a problem: a label for each strategy (`labels.py`), seconds and bytes
+- `problem.py`: what there is to choose, whatever it stands for
+- `exact.py`: the best choice with its proof: bounds by message passing (`messages.py`, whose loops
+  are in `passing.py` and `factors.py`), then `elimination.py`, and `integer.py` for a small rest
+"""

@@ -77,7 +77,7 @@ class StageProblem:
         values = [*self._values(), *self._gradients()]
         return Problem(seconds, held, values, self.accounting.limit)
 
-    def assignment(self, labels: Sequence[int]) -> Assignment:
+    def assignment(self, labels: Ints) -> Assignment:
         """The strategies of these labels of the problem."""
         placed: dict[str, Placements] = {}
         for given, label in zip(self.graph.inputs, labels, strict=False):
@@ -135,9 +135,7 @@ class StageProblem:
         values = self._requested[0]
         return {
             each.value: Places.of(
-                (values[each.value],)
-                if each.value in values
-                else self._maker.of_input(each)
+                (values[each.value],) if each.value in values else self._maker.of_input(each)
             )
             for each in self.graph.inputs
         }
@@ -150,7 +148,9 @@ class StageProblem:
         for call in self.graph.calls:
             own = self._maker.of_call(call.operator)
             if call.name in operators:
-                own = self._left(call, own, own.inputs, operators[call.name], "operators." + call.name)
+                own = self._left(
+                    call, own, own.inputs, operators[call.name], "operators." + call.name
+                )
             for number, value in enumerate(call.results):
                 if value in values:
                     places, wanted = own.outputs[number : number + 1], (values[value],)
@@ -231,9 +231,9 @@ class StageProblem:
             by_value: dict[str, list[Places]] = defaultdict(list)
             for value, places in zip(call.reads, self._labels[call.name].inputs, strict=True):
                 by_value[value].append(places)
-            for value, own in by_value.items():
+            for value, forms in by_value.items():
                 number = self._number[call.name]
-                readers[value].append((number, own, call.name in self.backward))
+                readers[value].append((number, forms, call.name in self.backward))
         first_end = len(self._number)
         for number, output in enumerate(self.graph.outputs):
             if output.role == "output":
@@ -307,7 +307,7 @@ class StageProblem:
         """Gradients of inputs and parameters, which go to the places of these. Those of parameters
         stay partial where the parameter is whole, to be added up once for each update.
         """
-        primals = {(each.role, each.name): each.value for each in self.graph.inputs}
+        primals = {(str(each.role), each.name): each.value for each in self.graph.inputs}
         for output in self.graph.outputs:
             if output.role == "output":
                 continue
@@ -330,7 +330,9 @@ class StageProblem:
         number: dict[Placements, int] = {}
         at_once = [
             [
-                number.setdefault(output_target(output, each, {(role, output.name): own}), len(number))
+                number.setdefault(
+                    output_target(output, each, {(role, output.name): own}), len(number)
+                )
                 for own in target.distinct
             ]
             for each in places.distinct

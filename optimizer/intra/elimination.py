@@ -7,7 +7,7 @@ A variable is eliminated by the table of its best label for all labels of its ne
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from pipedream.optimizer.intra.problem import Ints, Problem, Value
+from pipedream.optimizer.intra.problem import Floats, Ints, Problem, Value
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class _Program:
             transport = self._table(np.zeros((given, wanted)))
             self._sums(transport, forms)
             self._sums(transport.T, self._numbers(reader, own, wanted))
-            for g, p in np.ndindex(given, wanted):
-                self._at_least(moved[g, p], [transport[g, p]])
+            for one, other in zip(moved.flat, transport.flat, strict=True):
+                self._at_least(int(one), [int(other)])
             transports.append(transport)
         if value.keeps:
             self._keep(value, transports, kept, source)
@@ -124,13 +124,14 @@ class _Program:
         )
         for late in backward:
             for g, p in np.ndindex(*late.shape):
-                early = [each[g, p] for each in forward]
+                early = [int(each[g, p]) for each in forward]
                 if p == value.same[g]:
-                    self._at_least(source[g], [late[g, p]])
+                    self._at_least(source[g], [int(late[g, p])])
                     continue
-                self._at_least(source[g], [late[g, p]], early)
+                self._at_least(source[g], [int(late[g, p])], early)
                 for each in early:  # kept >= late + early - 1
-                    self._row(-1, np.inf, [(kept[g, p], 1.0), (late[g, p], -1.0), (each, -1.0)])
+                    entries = [(int(kept[g, p]), 1.0), (int(late[g, p]), -1.0), (each, -1.0)]
+                    self._row(-1, np.inf, entries)
 
     def _numbers(self, variable: int, places: Ints, count: int) -> list[list[int]]:
         """The columns of a variable's labels by placement."""
@@ -139,19 +140,22 @@ class _Program:
 
     def _sums(self, transport: Ints, labels: list[list[int]]) -> None:
         for row, own in zip(transport, labels, strict=True):
-            self._row(0, 0, [*((c, 1.0) for c in row), *((c, -1.0) for c in own)])
+            self._row(0, 0, [*((int(c), 1.0) for c in row), *((c, -1.0) for c in own)])
 
     def _at_least(self, column: int, others: Iterable[int], without: Iterable[int] = ()) -> None:
         entries = [(column, 1.0), *((c, -1.0) for c in others), *((c, 1.0) for c in without)]
         self._row(0, np.inf, entries)
 
-    def _table(self, seconds: np.ndarray, held: np.ndarray | None = None) -> Ints:  # type: ignore[type-arg]
+    def _table(self, seconds: Floats, held: Floats | None = None) -> Ints:
+        """A column for each entry; those with infinite seconds are 0."""
         columns = np.zeros(seconds.shape, dtype=np.intp)
         for place in np.ndindex(*seconds.shape):
             cost = float(seconds[place])
-            columns[place] = self._column(cost if np.isfinite(cost) else 0.0, 0.0 if held is None else float(held[place]))
+            size = 0.0 if held is None else float(held[place])
+            column = self._column(cost if np.isfinite(cost) else 0.0, size)
+            columns[place] = column
             if not np.isfinite(cost):
-                self._row(0, 0, [(int(columns[place]), 1.0)])
+                self._row(0, 0, [(column, 1.0)])
         return columns
 
     def _column(self, cost: float, held: float = 0.0, whole: bool = False) -> int:

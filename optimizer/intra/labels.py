@@ -134,9 +134,7 @@ class Labels:
                 seen.add(ends)
                 yield joint
 
-    def _further(
-        self, operator: Operator, before: JointStrategy, axis: int
-    ) -> Iterator[Strategy]:
+    def _further(self, operator: Operator, before: JointStrategy, axis: int) -> Iterator[Strategy]:
         """The strategies on the axis that all devices of those before it can follow."""
         devices = self.mesh[axis]
         first, *others = local_operators(operator, before, self.mesh)

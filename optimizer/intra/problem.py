@@ -70,7 +70,6 @@ class Value:
         """Whether a device keeps something of it for the backward pass."""
         return any(self.backward) and bool(self.given_bytes.any())
 
-
     def restricted(self, alive: Sequence[Ints]) -> Value:
         """The same for these labels of each variable."""
         members = (self.source, *self.readers)
@@ -109,14 +108,13 @@ class Problem:
         assert all(len(set(v.readers)) == len(v.readers) for v in self.values), "one slot each"
         assert all(v.source not in v.readers for v in self.values)
 
-    def amounts(self, labels: Sequence[int]) -> Amounts:
+    def amounts(self, labels: Ints) -> Amounts:
         """The seconds and bytes of these labels, one of each variable."""
         seconds = [float(own[label]) for own, label in zip(self.seconds, labels, strict=True)]
         held = [float(own[label]) for own, label in zip(self.bytes, labels, strict=True)]
         for value in self.values:
             wanted = [
-                own[labels[reader]]
-                for reader, own in zip(value.readers, value.wanted, strict=True)
+                own[labels[reader]] for reader, own in zip(value.readers, value.wanted, strict=True)
             ]
             moved, kept = value.cost(value.given[labels[value.source]], wanted)
             seconds.append(float(moved))

@@ -8,15 +8,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
+from pipedream.graph.choices import IntraOp
 from pipedream.optimizer.intra.costs import StageProblem
 from pipedream.optimizer.intra.exact import solve
 from pipedream.optimizer.intra.messages import Messages
 from pipedream.sharding.assignment import Assignment
 from pipedream.sharding.propagate import propagate
-
-Method: TypeAlias = Literal["exact", "propagate", "recursive"]
 
 _SWEEPS = 20
 """Of message passing, for the bound of a search that has none."""
@@ -29,7 +27,7 @@ class Sharding:
     """
 
     assignment: Assignment
-    method: Method
+    method: IntraOp
     seconds: float
     bound: float
 
@@ -40,16 +38,17 @@ class Sharding:
         return gap if gap > 1e-7 else 0.0
 
 
-def find_sharding(stage: StageProblem, method: Method, seconds: float = 30.0) -> Sharding | None:
+def find_sharding(stage: StageProblem, method: IntraOp, seconds: float = 30.0) -> Sharding | None:
     """The best sharding found, in about so many seconds; None if none keeps the limit of bytes.
+    `method`: auto is exact.
 
     Raises UserError for requests that cannot be met.
     """
-    if method == "exact":
+    if method in ("auto", "exact"):
         choice = solve(stage.problem, seconds)
         if choice.labels is None:
             return None
-        return Sharding(stage.assignment(choice.labels), method, choice.seconds, choice.bound)
+        return Sharding(stage.assignment(choice.labels), "exact", choice.seconds, choice.bound)
     assert method == "propagate"
     assignment = propagate(stage.graph, stage.mesh, stage.requests, stage.seconds)
     messages = Messages.of(stage.problem)

@@ -7,62 +7,82 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+from pipedream.graph.choices import IntraOp
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.operators import (
     OperatorCall,
+    OperatorGraph,
     OperatorProfile,
     estimated_seconds,
     flops,
 )
 from pipedream.graph.placements.placement import (
     Mesh,
-    Partial,
     Placements,
     Replicate,
-    Shard,
     device_count,
     parse_placements,
 )
 from pipedream.graph.placements.requests import Requests
+from pipedream.optimizer.intra.costs import Accounting, StageProblem
+from pipedream.optimizer.intra.search import Sharding, find_sharding
 from pipedream.sharding.assignment import Assignment, LinkedMesh
-from pipedream.sharding.propagate import propagate
+from pipedream.sharding.work import work_share
+
+_PLAIN = Accounting()
 
 
 @dataclass(frozen=True)
 class ModelSharding:
-    """`cluster`: of all devices; `profile`: of the operators before they were divided."""
+    """`cluster`: of all devices; `profile`: of the operators before they were divided; `found`: how
+    the assignment was found, and how good it is.
+    """
 
     cluster: Cluster
     profile: OperatorProfile
     assignment: Assignment
+    found: Sharding | None = None
+    minibatches: float = 1.0
+    """Of an update, on one worker."""
 
     @staticmethod
     def of(
-        mesh: Mesh, shards: Sequence[str], profile: OperatorProfile, cluster: Cluster
+        mesh: Mesh,
+        shards: Sequence[str],
+        profile: OperatorProfile,
+        cluster: Cluster,
+        method: IntraOp = "propagate",
+        accounting: Accounting = _PLAIN,
+        kept: Mapping[str, float] | None = None,
     ) -> ModelSharding:
-        """`shards`: as typed, `PATTERN=PLACEMENTS`. Raises UserError."""
+        """`shards`: as typed, `PATTERN=PLACEMENTS`; `kept`: as in `StageProblem`. Raises UserError,
+        also if nothing is divided.
+        """
         devices = device_count(mesh)
-        if cluster.machines[0] % devices:
-            raise UserError(
-                f"--mesh: teams of {devices} devices do not divide the {cluster.machines[0]} of the"
-                " innermost level: give --machines with a multiple of it"
-            )
-        _check_alike(cluster, devices)
+        _check_devices(cluster, devices)
         requests = Requests(_parameters(shards, len(mesh), profile), _ends(profile, len(mesh)))
         linked = LinkedMesh.of(mesh, range(devices), cluster)
-        try:
+        speed = cluster.device(0).speed
+        seconds = {name: taken / speed for name, taken in profile.seconds.items()}
+        if method == "propagate":
             seconds = estimated_seconds(profile.graph, _rate(profile, cluster))
-            assignment = propagate(profile.graph, linked, requests, seconds)
+        stage = StageProblem(
+            *(profile.graph, linked, seconds, backward_calls(profile.graph)),
+            *(accounting, requests, kept or {}),
+        )
+        try:
+            found = find_sharding(stage, method)
         except UserError as error:
             raise UserError(f"--shard: {error.format_message()}") from error
-        sharding = ModelSharding(cluster, profile, assignment)
-        if devices > 1 and all(sharding.work_share(call) == 1 for call in profile.graph.calls):
+        if found is None:
             raise UserError(
-                f"--mesh: nothing is divided among the {devices} devices of a team, which would all"
-                " do the same: say which parameters are, with --shard, such as --shard"
-                f" '{_example(profile)}=S(0)" + ",R" * (len(mesh) - 1) + "', or leave --mesh out"
+                f"--mesh: the model does not fit {devices} devices of a team each, however it is"
+                " divided: give more --memory, or a larger --mesh"
             )
+        sharding = ModelSharding(cluster, profile, found.assignment, found, accounting.minibatches)
+        if devices > 1 and all(sharding.work_share(call) == 1 for call in profile.graph.calls):
+            raise UserError(_nothing_divided(profile, mesh, method))
         return sharding
 
     @property
@@ -109,15 +129,8 @@ class ModelSharding:
 
     @cached_property
     def backward(self) -> frozenset[str]:
-        """The calls of the backward pass: what is computed from the gradients of outputs."""
-        graph = self.assignment.graph
-        known = {each.value for each in graph.inputs if each.role == "tangent"}
-        calls = set()
-        for call in graph.calls:
-            if not known.isdisjoint(call.reads):
-                calls.add(call.name)
-                known.update(value for value in call.results if value is not None)
-        return frozenset(calls)
+        """The calls of the backward pass."""
+        return backward_calls(self.assignment.graph)
 
     @cached_property
     def call_of(self) -> Mapping[str, str]:
@@ -132,12 +145,18 @@ class ModelSharding:
 
     def work_share(self, call: OperatorCall) -> float:
         """The part of an operator's work that a device does."""
-        share = 1.0
-        for size, strategy in zip(self.mesh, self.assignment.strategies[call.name], strict=True):
-            ends = (*strategy.inputs, *strategy.outputs)
-            if any(isinstance(each, Shard | Partial) for each in ends):
-                share /= size
-        return share
+        return work_share(call.operator, self.assignment.strategies[call.name], self.mesh)
+
+
+def backward_calls(graph: OperatorGraph) -> frozenset[str]:
+    """The calls of the backward pass: what is computed from the gradients of outputs."""
+    known = {each.value for each in graph.inputs if each.role == "tangent"}
+    calls = set()
+    for call in graph.calls:
+        if not known.isdisjoint(call.reads):
+            calls.add(call.name)
+            known.update(value for value in call.results if value is not None)
+    return frozenset(calls)
 
 
 def flops_per_second(profile: OperatorProfile) -> float | None:
@@ -153,8 +172,29 @@ def _rate(profile: OperatorProfile, cluster: Cluster) -> float | None:
     return None if profiled is None else profiled * cluster.device(0).speed
 
 
-def _check_alike(cluster: Cluster, devices: int) -> None:
-    """Raises UserError if not all devices are as fast, or those of a team are not of one type."""
+def _nothing_divided(profile: OperatorProfile, mesh: Mesh, method: IntraOp) -> str:
+    devices = device_count(mesh)
+    if method == "propagate":
+        return (
+            f"--mesh: nothing is divided among the {devices} devices of a team, which would all"
+            " do the same: say which parameters are, with --shard, such as --shard"
+            f" '{_example(profile)}=S(0)" + ",R" * (len(mesh) - 1) + "', or leave --mesh out"
+        )
+    return (
+        f"--mesh: nothing is worth dividing among the {devices} devices of a team, which would all"
+        " do the same: leave --mesh out, or say with --shard what is to be divided"
+    )
+
+
+def _check_devices(cluster: Cluster, devices: int) -> None:
+    """Raises UserError unless teams of so many devices divide the innermost level, not all devices
+    are as fast, or those of a team are not of one type.
+    """
+    if cluster.machines[0] % devices:
+        raise UserError(
+            f"--mesh: teams of {devices} devices do not divide the {cluster.machines[0]} of the"
+            " innermost level: give --machines with a multiple of it"
+        )
     speeds = {cluster.device(rank).speed for rank in range(cluster.devices)}
     if len(speeds) > 1:
         raise UserError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from math import inf
 
 from rich.table import Table
 
-from pipedream.graph.placements.placement import Replicate, show_placements
+from pipedream.graph.placements.placement import Mesh, Replicate, show_placements
 from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.profile import Profile
 from pipedream.graph.units import show_bytes, show_seconds
@@ -56,6 +58,32 @@ def traffic_table(plan: Plan, sharding: ModelSharding) -> Table:
     caption = "Bytes that a device sends, and the time that takes on the links of the cluster."
     title = "Communication between the devices of a worker"
     return table_of(title, caption, rows, wrapped=("per", "collective"))
+
+
+def beside(tried: Mapping[Mesh, float], alone: float, sharding: ModelSharding | None) -> str:
+    """What plans with and without meshes take, in words; `sharding`: of the plan that was chosen,
+    `alone`: seconds with workers of one device, infinite if there is no such plan.
+    """
+    shown = {" x ".join(map(str, mesh)): show_seconds(seconds) for mesh, seconds in tried.items()}
+    others = ", ".join(f"{mesh}: {seconds}" for mesh, seconds in shown.items())
+    if sharding is None:
+        return f"Workers that are meshes of devices would not be faster ({others})."
+    what = "no plan fits" if alone == inf else show_seconds(alone)
+    text = f"Workers of one device: {what}; of meshes of devices: {others}."
+    return f"{text} {proof(sharding)}"
+
+
+def proof(sharding: ModelSharding) -> str:
+    """How good the division of the operators is, in words."""
+    found = sharding.found
+    if found is None:
+        return ""
+    if found.gap == 0.0:
+        return "No other division of the whole model's operators on this mesh is faster."
+    return (
+        "Another division of the whole model's operators on this mesh may be faster, by"
+        f" {100 * found.gap:.1f} % at most."
+    )
 
 
 def notes(sharding: ModelSharding, profile: Profile) -> dict[str, str]:

@@ -23,7 +23,8 @@ from pipedream.sharding.assignment import redistributions
 
 def team_graph(graph: Graph, profile: Profile, sharding: ModelSharding) -> Graph:
     """Each node's passes take the part of its operators' time that a device works, and the
-    redistributions of what it computes; sums of gradients over the mesh count in each minibatch.
+    redistributions of what it computes; sums of gradients over the mesh once for all minibatches of
+    an update.
     """
     work, moved = _work_shares(sharding), _moved_seconds(sharding)
     nodes = {
@@ -98,7 +99,8 @@ def _moved_seconds(sharding: ModelSharding) -> Counter[tuple[str, bool]]:
         name = sharding.call_of.get(each.value)
         if name is not None:
             key = sharding.profile.nodes[name], name in sharding.backward
-            found[key] += each.seconds * sharding.speed  # type: ignore[assignment]
+            often = sharding.minibatches if each.often == "update" else 1.0
+            found[key] += each.seconds * sharding.speed / often  # type: ignore[assignment]
     return found
 
 

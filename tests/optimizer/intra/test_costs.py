@@ -4,7 +4,7 @@ that follow the best one compute together what one does.
 
 from __future__ import annotations
 
-
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_layers_that_are_alike_share_their_tables() -> None:
     assert len({id(value.seconds) for value in values}) < 0.7 * len(values)
 
 
-@pytest.mark.parametrize("name", ["transformer, separate", "mlp"])
+@pytest.mark.parametrize("name", ["transformer, separate", "transformer, fused"])
 def test_within_a_limit_of_bytes(name: str) -> None:
     """Less memory takes more time, and the bound holds for every choice that keeps the limit."""
     graph = describe(traced_model(name).joint)
@@ -135,5 +135,3 @@ def test_within_a_limit_of_bytes(name: str) -> None:
     assert choice.bound <= choice.seconds <= 1.1 * choice.bound
     nothing = solve(replace(tight, limit=0.5 * least), seconds=5.0)
     assert nothing.labels is None
-
-

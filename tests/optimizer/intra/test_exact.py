@@ -101,7 +101,8 @@ def test_elimination_and_messages_agree_at_any_price(seed, variables, price):
     assert bounds == sorted(bounds) or np.diff(bounds).min() > -1e-12
     assert bounds[-1] <= best * (1 + 1e-9) + 1e-15
     least = np.split(known.least(), np.cumsum([len(own) for own in problem.seconds])[:-1])
-    assert all(own[label] <= best * (1 + 1e-9) + 1e-15 for own, label in zip(least, labels))
+    chosen = (own[label] for own, label in zip(least, labels, strict=True))
+    assert all(each <= best * (1 + 1e-9) + 1e-15 for each in chosen)
 
 
 def test_values_with_many_readers_are_several_factors(monkeypatch):

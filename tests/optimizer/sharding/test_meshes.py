@@ -226,8 +226,16 @@ def test_the_report_says_what_is_placed_how(folder: Path) -> None:
         (["--mesh", "2", "--sweep", "1..4"], "--sweep does not know teams of devices"),
         (["--mesh", "2", "--export", "torch"], "--export torch does not know teams of devices"),
         (["--mesh", "2", "--profile", "none.json"], "none.json"),
-        (["--mesh", "2"], "--mesh: nothing is divided among the 2 devices of a team"),
-        (["--mesh", "2,2"], "which would all do the same: say which parameters are, with --shard"),
+        (
+            ["--mesh", "2", "--intra-op", "propagate"],
+            "--mesh: nothing is divided among the 2 devices of a team",
+        ),
+        (
+            ["--mesh", "2,2", "--intra-op", "propagate"],
+            "which would all do the same: say which parameters are, with --shard",
+        ),
+        (["--mesh", "2", "--intra-op", "none"], "--intra-op none divides no operators, which is"),
+        (["--intra-op", "exact", "--compare"], "leave it or --intra-op out"),
     ],
 )
 def test_mistakes_are_told_in_one_line(folder: Path, options: list[str], told: str) -> None:
