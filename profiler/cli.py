@@ -69,6 +69,11 @@ _GROUPS = {
             default=1,
         ),
         option(
+            "--shards N,N,...",
+            "Time what one of so many devices has of each operator, where they divide it among"
+            " them: 2,4,8 for pd-optimize --mesh.  [default: they are taken to divide evenly]",
+        ),
+        option(
             "--warmup N",
             "Passes before the first one that counts.  [default: until they get no faster]",
             COUNT,
@@ -168,6 +173,7 @@ def _measurement(
     from pipedream.profiler.measure import Settings, measure
     from pipedream.profiler.timing.stopping_rule import StoppingRule
 
+    shards = () if options["shards"] is None else _shards(options["shards"])
     model, meta, device = options["model"], options["meta"], _device(options["device"])
     rule = StoppingRule(options["warmup"], options["repeats"], options["seconds"])
 
@@ -178,7 +184,7 @@ def _measurement(
             loaded, used, size = _load(model, dict(args), batch_size, options["inputs"], meta)
             step("capturing", 0.0, 0.0)
             threads, workers = options["threads"], options["workers"]
-            settings = Settings(model, used, size, device, rule, threads, meta, workers)
+            settings = Settings(model, used, size, device, rule, threads, meta, workers, shards)
             return measure(loaded, settings, lambda part: step("timing", part, 1.0))
 
     return measure_at
@@ -237,6 +243,17 @@ def _argument(text: str) -> tuple[str, Any]:
         raise UserError(
             f"--arg {text}: {value!r} is not a YAML value; write a list as [1, 2]"
         ) from error
+
+
+def _shards(text: str) -> tuple[int, ...]:
+    """Reads `2,4,8`. Raises UserError."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--shards {text}: give numbers of devices, as 2,4,8") from None
+    if min(counts) < 2:
+        raise UserError(f"--shards {text}: {min(counts)} is no division: give 2 or more")
+    return tuple(sorted(set(counts)))
 
 
 def _make_folder(output: Path) -> None:

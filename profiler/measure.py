@@ -66,7 +66,8 @@ class Settings:
     """The settings of a measurement; `model` is its source, `args` the arguments of its factory.
 
     `meta`: the model has no memory, and only one node at a time gets some. `workers`: the processes
-    that run the model at the same time, including this one.
+    that run the model at the same time, including this one. `shards`: the numbers of devices for
+    which local operators are timed.
     """
 
     model: str
@@ -77,6 +78,7 @@ class Settings:
     threads: int
     meta: bool = False
     workers: int = 1
+    shards: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ def measure(
     operators: OperatorProfile | None = None
     try:
         operators = profile_operators(
-            captured, inputs, size, settings.device, precision.computing(), graph, *ending
+            *(captured, inputs, size, settings.device, precision.computing(), graph, *ending),
+            shards=settings.shards,
         )
     except CannotDivide as error:
         profile = profile.model_copy(update={"no_operators": str(error)})

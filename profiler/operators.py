@@ -15,6 +15,7 @@ from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import OperatorProfile
+from pipedream.profiler.timing.local_operators import time_local_operators
 from pipedream.profiler.timing.operator_times import operator_seconds
 
 _LONGEST = 200
@@ -30,10 +31,12 @@ def profile_operators(
     graph: Graph,
     loss: LossEnd | None = None,
     target: Target | None = None,
+    shards: Sequence[int] = (),
 ) -> OperatorProfile:
     """Traces the passes on inputs such as these (in the order of `captured.inputs`) and divides the
     times of the nodes of `graph` among the operators. `precision`: the context of the forward pass,
-    which is entered twice. The passes end in the `loss`, if it can be traced.
+    which is entered twice. The passes end in the `loss`, if it can be traced. `shards`: numbers of
+    devices for which the operators that one of them would have are timed, too.
 
     Raises CannotDivide, with one line, if the passes cannot be had as one graph.
     """
@@ -45,6 +48,7 @@ def profile_operators(
                 attributed = attribute(captured, inputs, device, precision, loss, target)
         attributed = attributed or attribute(captured, inputs, device, precision)
         seconds = operator_seconds(attributed, graph, device)
+        local_seconds = time_local_operators(attributed.graph, seconds, shards, device)
     except Exception as error:
         said = str(error).strip()
         if not isinstance(error, CannotDivide):
@@ -56,4 +60,5 @@ def profile_operators(
         graph=attributed.graph,
         nodes=dict(attributed.nodes),
         seconds=seconds,
+        local_seconds=local_seconds,
     )

@@ -61,7 +61,7 @@ class AxisProblem:
             local_operators(call.operator, self.chosen[call.name], self.mesh.sizes)[0]
             for call in self.graph.calls
         )
-        return _chunk_numbers(locals_, self.devices, self.requested)
+        return chunk_numbers(locals_, self.devices, self.requested)
 
     @cached_property
     def types(self) -> dict[str, TensorType]:
@@ -220,7 +220,7 @@ def local_operators(
     return tuple(dict.fromkeys(locals_))
 
 
-def _chunk_numbers(
+def chunk_numbers(
     operators: Iterable[Operator], devices: int, requested: Iterable[Placement]
 ) -> tuple[int, ...]:
     """Returns the numbers of chunks that are of use: those requested, and those that operators most

@@ -35,6 +35,7 @@ from pipedream.graph.placements.placement import (
 from pipedream.graph.placements.requests import Requests, requested_operators, requested_values
 from pipedream.sharding.assignment import Assignment, LinkedMesh, output_target
 from pipedream.sharding.axis import AxisProblem, reads, results
+from pipedream.sharding.local_times import LocalTimes
 from pipedream.sharding.rules.strategy import Strategy
 
 _Cost: TypeAlias = tuple[float, int, int, int, int]
@@ -63,6 +64,7 @@ def propagate(
     operators = requested_operators(graph, mesh.sizes, requests)
     requested = [*values.values(), *(each for inputs in operators.values() for each in inputs)]
     placements = frozenset(each for group in requested for each in group)
+    times = LocalTimes()  # not those of a profile, which a stage that starts does not have
     placed: dict[str, Placements] = dict.fromkeys(graph.types(), ())
     chosen: dict[str, tuple[Strategy, ...]] = {call.name: () for call in graph.calls}
     for axis in range(len(mesh.sizes)):
@@ -71,7 +73,8 @@ def propagate(
             problem,
             {value: each[axis] for value, each in values.items()},
             {name: tuple(each[axis] for each in inputs) for name, inputs in operators.items()},
-            {name: _local_seconds(each, chosen[name], mesh) for name, each in seconds.items()},
+            seconds,
+            times,
         ).run()
         placed = {
             value: (*before, axis_strategies[name].outputs[number])
@@ -90,6 +93,7 @@ class _AxisSearch:
     values: Mapping[str, Placement]
     operators: Mapping[str, tuple[Placement, ...]]
     seconds: Mapping[str, float]
+    times: LocalTimes
     chosen: dict[str, Strategy] = field(default_factory=dict)
 
     def run(self) -> dict[str, Strategy]:
@@ -164,7 +168,7 @@ class _AxisSearch:
         costs = [self._value_cost(value) for value in self.problem.affected(name)]
         costs.append(self.problem.inner_cost(name, strategy))
         seconds = [each for each, _ in costs]
-        seconds.append(_divided(self.seconds.get(name, 0.0), strategy, self.problem.devices))
+        seconds.append(self._work(name, strategy))
         put_off = ahead and self._puts_off(name, strategy)
         if put_off:
             seconds += self._later(name)
@@ -183,6 +187,14 @@ class _AxisSearch:
         count = sum(count for _, count in costs)
         worse = (not sums if self._gives_gradient(name) else put_off) if ahead else False
         return _rounded(math.fsum(seconds)), count, worse, held_bytes, sums
+
+    def _work(self, name: str, strategy: Strategy) -> float:
+        """Returns the seconds that a device computes."""
+        node, whole = self.problem.nodes[name], self.seconds.get(name, 0.0)
+        if isinstance(node, StageInput) or not whole:
+            return 0.0
+        strategies = (*self.problem.chosen[name], strategy)
+        return whole * self.times.share(node.operator, strategies, self.problem.mesh.sizes)
 
     def _gives_gradient(self, name: str) -> bool:
         """Tells whether the node gives the gradient of a parameter that is not known to be sharded:
@@ -278,17 +290,6 @@ class _AxisSearch:
     @property
     def _axis(self) -> int:
         return len(self.problem.mesh.sizes) - 1
-
-
-def _local_seconds(seconds: float, strategies: tuple[Strategy, ...], mesh: LinkedMesh) -> float:
-    for strategy, devices in zip(strategies, mesh.sizes, strict=False):
-        seconds = _divided(seconds, strategy, devices)
-    return seconds
-
-
-def _divided(seconds: float, strategy: Strategy, devices: int) -> float:
-    """An operator any of whose tensors is sharded takes each device its part of the time."""
-    return seconds / devices if strategy.shards else seconds
 
 
 def _rounded(seconds: float) -> float:

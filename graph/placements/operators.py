@@ -191,6 +191,13 @@ def estimated_seconds(graph: OperatorGraph, flops_per_second: float | None) -> d
     return {name: count / flops_per_second for name, count in counts.items() if count}
 
 
+class TimedOperator(ArtifactModel):
+    """An operator and what it takes by itself on one device."""
+
+    operator: Operator
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class OperatorProfile(ArtifactModel):
     """operators.json: the operators of a whole model's passes, and of which node each is."""
 
@@ -204,6 +211,10 @@ class OperatorProfile(ArtifactModel):
     """By the name of a call the node of graph.txt that it belongs to, backward pass included."""
     seconds: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default={})
     """By the name of a call, on one device; those of a node add up to its passes in graph.txt."""
+    local_seconds: tuple[TimedOperator, ...] = Field(default=())
+    """Of what devices have of divided operators, and of the whole ones timed in the same way: their
+    ratios tell what dividing saves. Empty without `pd-profile --shards`.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> OperatorProfile:
@@ -214,6 +225,12 @@ class OperatorProfile(ArtifactModel):
                 raise ValueError(f"{what}: there is no operator {unknown}")
         if missing := next((name for name in calls if name not in self.nodes), None):
             raise ValueError(f"nodes: {missing} belongs to none")
+        timed = set[Operator]()
+        for number, each in enumerate(self.local_seconds):
+            _check_arguments(f"local_seconds.{number}", each.operator)
+            if each.operator in timed:
+                raise ValueError(f"local_seconds.{number}: {each.operator.target} is there twice")
+            timed.add(each.operator)
         return self
 
 
@@ -240,12 +257,8 @@ def _add(name: str, names: set[str]) -> None:
 
 def _check_call(call: OperatorCall, known: set[str]) -> None:
     """Raises ValueError unless the call fits its operator and reads `known` values."""
-    operator, arguments = call.operator, [*call.operator.arguments]
-    arguments += [value for _, value in operator.keywords]
-    scalars = [each for value in arguments for each in _scalars(value)]
-    numbers = [each.input for each in scalars if isinstance(each, Input)] + [*operator.writes]
-    if any(number >= len(operator.inputs) for number in numbers):
-        raise ValueError(f"{call.name}: an argument is none of the operator's inputs")
+    operator = call.operator
+    _check_arguments(call.name, operator)
     if len(call.reads) != len(operator.inputs) or len(call.results) != len(operator.outputs):
         raise ValueError(f"{call.name}: reads and results are not as many as the operator has")
     if unknown := next((value for value in call.reads if value not in known), None):
@@ -253,6 +266,15 @@ def _check_call(call: OperatorCall, known: set[str]) -> None:
     for value, type_ in zip(call.results, operator.outputs, strict=True):
         if value is not None and type_ is None:
             raise ValueError(f"{call.name}: {value} is not computed")
+
+
+def _check_arguments(where: str, operator: Operator) -> None:
+    """Raises ValueError if an argument stands for an input that the operator does not have."""
+    arguments = [*operator.arguments, *(value for _, value in operator.keywords)]
+    scalars = [each for value in arguments for each in _scalars(value)]
+    numbers = [each.input for each in scalars if isinstance(each, Input)] + [*operator.writes]
+    if any(number >= len(operator.inputs) for number in numbers):
+        raise ValueError(f"{where}: an argument is none of the operator's inputs")
 
 
 def _scalars(argument: Argument) -> tuple[Scalar, ...]:

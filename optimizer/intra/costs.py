@@ -29,8 +29,8 @@ from pipedream.sharding.assignment import (
     redistributions,
 )
 from pipedream.sharding.distances import Distances, distances
+from pipedream.sharding.local_times import LocalTimes
 from pipedream.sharding.steps import MeshTensor, elements_held
-from pipedream.sharding.work import work_share
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class StageProblem:
     accounting: Accounting = Accounting()
     requests: Requests = field(default_factory=Requests)
     kept: Mapping[str, float] = field(default_factory=dict)
+    times: LocalTimes = field(default_factory=LocalTimes)
     _tables: dict[object, tuple[Value, object]] = field(default_factory=dict, init=False)
     _shares: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
 
@@ -96,7 +97,7 @@ class StageProblem:
         sizes, accounting = self.mesh.sizes, self.accounting
         work = sum(
             self.seconds.get(call.name, 0.0)
-            * work_share(call.operator, assignment.strategies[call.name], sizes)
+            * self.times.share(call.operator, assignment.strategies[call.name], sizes)
             for call in self.graph.calls
         )
         moved = sum(
@@ -217,7 +218,7 @@ class StageProblem:
         key = call.operator, id(own)
         if key not in self._shares:
             sizes = self.mesh.sizes
-            shares = [work_share(call.operator, joint, sizes) for joint in own.strategies]
+            shares = [self.times.share(call.operator, joint, sizes) for joint in own.strategies]
             inner = [inner_sums(call, joint, self.mesh) for joint in own.strategies]
             moved = [sum(each.seconds for each in sums) for sums in inner]
             self._shares[key] = np.array(shares), np.array(moved)

@@ -13,6 +13,7 @@ from pipedream.graph.choices import IntraOp
 from pipedream.optimizer.intra.costs import StageProblem
 from pipedream.optimizer.intra.exact import solve
 from pipedream.optimizer.intra.messages import Messages
+from pipedream.optimizer.intra.recursive import recursive
 from pipedream.sharding.assignment import Assignment
 from pipedream.sharding.propagate import propagate
 
@@ -49,9 +50,9 @@ def find_sharding(stage: StageProblem, method: IntraOp, seconds: float = 30.0) -
         if choice.labels is None:
             return None
         return Sharding(stage.assignment(choice.labels), "exact", choice.seconds, choice.bound)
-    assert method == "propagate"
-    assignment = propagate(stage.graph, stage.mesh, stage.requests, stage.seconds)
     messages = Messages.of(stage.problem)
     messages.sweep(_SWEEPS)
+    search = propagate if method == "propagate" else recursive
+    assignment = search(stage.graph, stage.mesh, stage.requests, stage.seconds)
     taken = stage.seconds_of(assignment)
     return Sharding(assignment, method, taken, min(taken, messages.bound()))

@@ -28,7 +28,7 @@ from pipedream.graph.placements.requests import Requests
 from pipedream.optimizer.intra.costs import Accounting, StageProblem
 from pipedream.optimizer.intra.search import Sharding, find_sharding
 from pipedream.sharding.assignment import Assignment, LinkedMesh
-from pipedream.sharding.work import work_share
+from pipedream.sharding.local_times import LocalTimes
 
 _PLAIN = Accounting()
 
@@ -69,7 +69,7 @@ class ModelSharding:
             seconds = estimated_seconds(profile.graph, _rate(profile, cluster))
         stage = StageProblem(
             *(profile.graph, linked, seconds, backward_calls(profile.graph)),
-            *(accounting, requests, kept or {}),
+            *(accounting, requests, kept or {}, LocalTimes.of(profile.local_seconds)),
         )
         try:
             found = find_sharding(stage, method)
@@ -81,7 +81,7 @@ class ModelSharding:
                 " divided: give more --memory, or a larger --mesh"
             )
         sharding = ModelSharding(cluster, profile, found.assignment, found, accounting.minibatches)
-        if devices > 1 and all(sharding.work_share(call) == 1 for call in profile.graph.calls):
+        if devices > 1 and not any(map(sharding.divides, profile.graph.calls)):
             raise UserError(_nothing_divided(profile, mesh, method))
         return sharding
 
@@ -143,9 +143,18 @@ class ModelSharding:
             found |= {v: call.name for v in (call.name, *call.results) if v is not None}
         return found
 
+    @cached_property
+    def local_times(self) -> LocalTimes:
+        return LocalTimes.of(self.profile.local_seconds)
+
+    def divides(self, call: OperatorCall) -> bool:
+        """Tells whether a device does a part of an operator's work alone."""
+        return any(strategy.shards for strategy in self.assignment.strategies[call.name])
+
     def work_share(self, call: OperatorCall) -> float:
-        """The part of an operator's work that a device does."""
-        return work_share(call.operator, self.assignment.strategies[call.name], self.mesh)
+        """The part of an operator's seconds that the slowest device takes."""
+        strategies = self.assignment.strategies[call.name]
+        return self.local_times.share(call.operator, strategies, self.mesh)
 
 
 def backward_calls(graph: OperatorGraph) -> frozenset[str]:

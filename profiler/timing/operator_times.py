@@ -57,17 +57,26 @@ def seconds_alone(operators: Iterable[Operator], device: torch.device) -> dict[O
     """Returns the seconds of each operator by itself. One that cannot be run so takes as long for
     each byte of its inputs and outputs as is usual among the others.
     """
-    largest_first = sorted(operators, key=_bytes, reverse=True)
-    watch, random = stopwatch(device), _RandomValues(device)
-    enough = _SECONDS / max(1, len(largest_first))
-    with no_garbage_collection():
-        timed = {each: _time(each, enough, watch, random) for each in largest_first}
+    distinct = list(operators)
+    timed = time_alone(distinct, device, _SECONDS / max(1, len(distinct)))
     known = [seconds / _bytes(each) for each, seconds in timed.items() if seconds is not None]
     usual = statistics.median(known) if known else 1.0
     return {
         each: usual * _bytes(each) if seconds is None else seconds
         for each, seconds in timed.items()
     }
+
+
+def time_alone(
+    operators: Iterable[Operator], device: torch.device, enough: float
+) -> dict[Operator, float | None]:
+    """Returns the seconds of each operator by itself, the largest first; None for one that cannot
+    be run so. `enough`: after so many seconds an operator is not repeated further.
+    """
+    largest_first = sorted(operators, key=_bytes, reverse=True)
+    watch, random = stopwatch(device), _RandomValues(device)
+    with no_garbage_collection():
+        return {each: _time(each, enough, watch, random) for each in largest_first}
 
 
 def _time(

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,12 @@ import torch
 from commands import Done, typed
 
 from pipedream.graph.model import read_graph
-from pipedream.graph.placements.operators import read_operators, write_operators
+from pipedream.graph.placements.operators import Operator, read_operators, write_operators
 from pipedream.graph.profile import read_profile
 from pipedream.profiler.cli import main
+from pipedream.sharding.local_times import LocalTimes
+from pipedream.sharding.rules import local_operator, strategies
+from pipedream.sharding.rules.strategy import Strategy
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -149,6 +152,36 @@ def test_operators_take_what_their_layers_take(run: Run, tmp_path: Path) -> None
     assert read_operators(tmp_path / "again.json") == operators
 
 
+@pytest.mark.slow
+def test_local_operators_are_timed_if_they_are_asked_for(run: Run, tmp_path: Path) -> None:
+    args = ("users_net:net", "-o", "out", "--input", "3", "--batch-size", "8", "--repeats", "1")
+    assert run(*args)[0] == 0
+    assert read_operators(tmp_path / "out/operators.json").local_seconds == ()
+    assert run(*args, "--shards", "4,2")[0] == 0
+    operators = read_operators(tmp_path / "out/operators.json")
+    times = LocalTimes.of(operators.local_seconds).seconds
+    products = [c.operator for c in operators.graph.calls if c.operator.family == "aten.addmm"]
+    assert products
+    for product in products:
+        for chosen, mesh in product_divisions(product):
+            local = product
+            for strategy, devices in zip(chosen, mesh, strict=True):
+                local = local_operator(local, strategy, devices, 0)
+            share = LocalTimes(times).share(product, chosen, mesh)
+            assert share == (1 if local == product else times[local] / times[product])
+
+
+def product_divisions(
+    product: Operator,
+) -> Iterator[tuple[tuple[Strategy, ...], tuple[int, ...]]]:
+    """All ways to divide it among two and four devices, of one axis and of two."""
+    for devices in (2, 4):
+        yield from (((each,), (devices,)) for each in strategies(product, devices))
+    for first in strategies(product, 2):
+        local = local_operator(product, first, 2, 0)
+        yield from (((first, second), (2, 2)) for second in strategies(local, 2))
+
+
 @pytest.mark.thorough
 def test_without_operators_it_says_why_and_leaves_no_old_ones(run: Run, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
@@ -220,6 +253,14 @@ WRONG = {
     ),
     "batch size 0": (["users_net:net", "-o", "out", "--batch-size", "0"], "--batch-size"),
     "no repeats": (["users_net:net", "-o", "out", "--repeats", "0"], "--repeats"),
+    "shards of one device": (
+        ["users_net:net", "-o", "out", "--shards", "2,1"],
+        "--shards 2,1: 1 is no division: give 2 or more",
+    ),
+    "shards that are no numbers": (
+        ["users_net:net", "-o", "out", "--shards", "2x4"],
+        "--shards 2x4: give numbers of devices, as 2,4,8",
+    ),
     "no device": (["users_net:net", "-o", "out", "--device", "tpu9"], "--device tpu9: write cpu"),
     "a device of another kind": (
         ["users_net:net", "-o", "out", "--device", "mps"],

@@ -61,6 +61,18 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda d: call(2)(d)["operator"].update(outputs=[None]),
         "t: t is not computed",
     ),
+    "endless local time": (
+        lambda d: d["local_seconds"][0].update(seconds=float("inf")),
+        "local_seconds",
+    ),
+    "timed twice": (
+        lambda d: d["local_seconds"].append(d["local_seconds"][0]),
+        "local_seconds.2: aten.mm.default is there twice",
+    ),
+    "no such input of what is timed": (
+        lambda d: d["local_seconds"][1]["operator"].update(writes=[2]),
+        "local_seconds.1: an argument is none of the operator's inputs",
+    ),
     "no such output": (
         lambda d: d["graph"]["outputs"][0].update(value="z"),
         "outputs: there is no value z",

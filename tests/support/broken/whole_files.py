@@ -136,6 +136,7 @@ def _operators_json() -> dict[str, Any]:
         call("t", "aten.t.default", ["x"], [x], turned),
         call("mm_1", "aten.mm.default", ["t", "dy"], [turned, output], weight),
     ]
+    half = call("half", "aten.mm.default", ["x", "w"], [tensor(4, 4), weight], tensor(4, 2))
     return {
         "format": "pipedream-operators/1",
         "fingerprint": "f00d",
@@ -153,6 +154,10 @@ def _operators_json() -> dict[str, Any]:
         },
         "nodes": {each["name"]: "node2" for each in calls},
         "seconds": {"mm": 0.25, "clamp": 0.125, "t": 0.0, "mm_1": 0.5},
+        "local_seconds": [
+            {"operator": calls[0]["operator"], "seconds": 0.25},
+            {"operator": half["operator"], "seconds": 0.15},
+        ],
     }
 
 

@@ -1,0 +1,185 @@
+"""From a graph alone to a division of all its operators, in time linear in their number.
+
+As MindSpore's symbolic planner (SAPP, "recursive programming"): the machine is halved again and
+again, and each halving divides every operator once more or leaves it. Operators are decided in
+order of weight, heaviest first, on relative costs alone: bytes of sums within an operator, and
+bytes of redistributions to and from the neighbours that are decided. Then those next to which
+something is sent are looked at again, a few times at most, so that all of it takes time in
+proportion to operators x halvings.
+
+What MindSpore knows of a layer, that the sum over its batch is one of gradients, is found here in
+the graph of both passes: products over the same indices are one family (`halving_graph`).
+
+An axis of 2^k devices is k halvings that are the same, so it is decided at once: on a mesh
+(2, 2, ..., 2) all halvings are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from types import MappingProxyType
+
+import numpy as np
+
+from pipedream.graph.cluster import Link
+from pipedream.graph.errors import UserError
+from pipedream.graph.placements.operators import OperatorCall, OperatorGraph
+from pipedream.graph.placements.placement import Mesh, Placement, Placements, Shard, show_placements
+from pipedream.graph.placements.requests import Requests, requested_values
+from pipedream.optimizer.intra.halving_graph import HalvingGraph
+from pipedream.optimizer.intra.halving_kernel import decide
+from pipedream.optimizer.intra.halving_options import Ints, OptionTable, given_state
+from pipedream.sharding.assignment import Assignment, LinkedMesh
+from pipedream.sharding.axis import chunk_numbers, results
+
+_SWEEPS = 8
+_LONG = 2**40
+_NOT_OF_CALLS = "this search takes placements of parameters, buffers and inputs alone: leave it out"
+_NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+def recursive(
+    graph: OperatorGraph,
+    mesh: LinkedMesh,
+    requests: Requests | None = None,
+    seconds: Mapping[str, float] = _NOTHING,
+) -> Assignment:
+    """Divides all operators of the graph on the mesh.
+
+    `requests`: of parameters, buffers and inputs; what else is an input comes whole. `seconds`:
+    what the calls with these names take on one device. Without any, each product is divided as long
+    as it can be. The same arguments give the same assignment in every process. Raises UserError for
+    a request that cannot be met.
+    """
+    return RecursiveSearch(graph).run(mesh, requests, seconds)
+
+
+@dataclass(frozen=True)
+class RecursiveSearch:
+    """Searches one graph for several meshes: what is known of its operators is kept."""
+
+    graph: OperatorGraph
+    _tables: dict[frozenset[Placement], tuple[OptionTable, Ints]] = field(
+        default_factory=dict, init=False
+    )
+    """By the placements of requests, with the states of the whole operators by node."""
+
+    def run(
+        self,
+        mesh: LinkedMesh,
+        requests: Requests | None = None,
+        seconds: Mapping[str, float] = _NOTHING,
+    ) -> Assignment:
+        """As `recursive`."""
+        placements = self._requested(mesh.sizes, requests or Requests())
+        table, states = self._table(frozenset(each for its in placements.values() for each in its))
+        products = np.zeros(len(self._halving.nodes), np.int64)
+        products[list(self._halving.heavy)] = 1
+        must = np.zeros_like(products) if seconds else products
+        timed = [seconds.get(call.name, 0.0) for call in self.graph.calls] if seconds else []
+        work = np.zeros(len(products))
+        work[len(work) - len(timed) :] = timed
+        chosen = np.zeros((len(states), len(mesh.sizes)), np.int64)
+        for axis, (devices, link) in enumerate(zip(mesh.sizes, mesh.links, strict=True)):
+            rows = _each(states, partial(table.row, devices=devices))
+            for node, its in placements.items():
+                rows[node] = table.row(int(states[node]), devices, its[axis])
+            arrays = table.arrays()
+            relative, per_byte = table.relative_costs(devices), _seconds_per_byte(link)
+            nodes, order = self._halving.arrays, self._halving.order
+            chosen[:, axis] = decide(
+                nodes, arrays, order, rows, relative, per_byte, devices, work, must, _SWEEPS
+            )
+            work = np.where(arrays.divides[chosen[:, axis]], work / devices, work)
+            states = _each(chosen[:, axis], table.after)
+        return self._assignment(mesh, table, chosen)
+
+    @cached_property
+    def _halving(self) -> HalvingGraph:
+        return HalvingGraph(self.graph)
+
+    def _requested(self, mesh: Mesh, requests: Requests) -> dict[int, Placements]:
+        """Returns the placements of what the graph is given, by node. Raises UserError."""
+        if requests.operators:
+            name = next(iter(requests.operators))
+            raise UserError(f"operators.{name}: {_NOT_OF_CALLS}")
+        if not requests.parameters and not requests.values:
+            return {}
+        nodes = {each.value: number for number, each in enumerate(self.graph.inputs)}
+        values = requested_values(self.graph, mesh, requests)
+        if other := next((value for value in values if value not in nodes), None):
+            raise UserError(f"values.{other}: {_NOT_OF_CALLS}")
+        return {nodes[value]: placements for value, placements in values.items()}
+
+    def _table(self, requested: frozenset[Placement]) -> tuple[OptionTable, Ints]:
+        if requested not in self._tables:
+            operators = self._halving.operators
+            table = OptionTable(chunk_numbers(operators, 2, requested))
+            number_of = {each: table.number((each,)) for each in dict.fromkeys(operators)}
+            given = [table.number(given_state(each)) for each in self.graph.inputs]
+            states = np.array(given + [number_of[each] for each in operators], np.int64)
+            self._tables[requested] = table, states
+        return self._tables[requested]
+
+    def _assignment(self, mesh: LinkedMesh, table: OptionTable, chosen: Ints) -> Assignment:
+        """`chosen`: the options by node and axis."""
+        rows, of_node = np.unique(chosen, axis=0, return_inverse=True)
+        distinct = [tuple(table.strategies[option] for option in row) for row in rows.tolist()]
+        outputs = [
+            tuple(zip(*(each.outputs for each in strategies), strict=True))
+            for strategies in distinct
+        ]
+        numbers = of_node.reshape(-1).tolist()
+        placed = {
+            value: outputs[number][slot]
+            for node, number in zip(self._halving.nodes, numbers, strict=True)
+            for slot, value in enumerate(results(node))
+            if value is not None
+        }
+        first = len(self.graph.inputs)
+        calls = zip(self.graph.calls, numbers[first:], strict=True)
+        strategies = {call.name: distinct[number] for call, number in calls}
+        assignment = Assignment(self.graph, mesh, strategies, placed)
+        _check_written(assignment)
+        return assignment
+
+
+def parts(call: OperatorCall, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
+    """Returns for each tensor that the call reads, and then gives, into how many parts each of its
+    dimensions is divided: 2^n where n halvings divide it.
+    """
+    types = (*call.operator.inputs, *call.operator.outputs)
+    counts = [[1] * len(type_.shape) if type_ is not None else [] for type_ in types]
+    strategies = assignment.strategies[call.name]
+    for strategy, devices in zip(strategies, assignment.mesh.sizes, strict=True):
+        for count, its in zip(counts, (*strategy.inputs, *strategy.outputs), strict=True):
+            if isinstance(its, Shard) and count:
+                count[its.dim] *= devices
+    return tuple(map(tuple, counts))
+
+
+def _each(numbers: Ints, function: Callable[[int], int]) -> Ints:
+    """Returns the function of all numbers, which is called once for each distinct one."""
+    distinct, places = np.unique(numbers, return_inverse=True)
+    return np.array([function(number) for number in distinct.tolist()], np.int64)[places]
+
+
+def _seconds_per_byte(link: Link) -> float:
+    """Returns what a further byte of a long message takes."""
+    return float(link.seconds(2 * _LONG) - link.seconds(_LONG)) / _LONG
+
+
+def _check_written(assignment: Assignment) -> None:
+    """Raises UserError if what an operator changes in place is not where it wants it."""
+    for call in assignment.graph.calls:
+        for number in call.operator.writes:
+            value, wanted = call.reads[number], assignment.targets(call.name)[number]
+            placed = assignment.placed[value]
+            if placed != wanted:
+                raise UserError(
+                    f"{value}: it is changed in place, so it stays {show_placements(placed)}, but"
+                    f" {call.name} ({call.operator.target}) needs {show_placements(wanted)}: choose"
+                    " that placement for it"
+                )

@@ -1,0 +1,142 @@
+"""The local operators that are timed, and which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from pipedream.graph.placements.operators import (
+    Input,
+    Operator,
+    OperatorCall,
+    OperatorGraph,
+    StageInput,
+    TensorType,
+)
+from pipedream.profiler.timing import operator_times
+from pipedream.profiler.timing.local_operators import (
+    local_operators,
+    meshes,
+    time_local_operators,
+)
+
+CPU = torch.device("cpu")
+
+
+def tensor(*shape: int) -> TensorType:
+    return TensorType(shape=shape, dtype="float32", element_bytes=4)
+
+
+def product(rows: int, inner: int, columns: int) -> Operator:
+    return Operator(
+        target="aten.mm.default",
+        arguments=(Input(input=0), Input(input=1)),
+        inputs=(tensor(rows, inner), tensor(inner, columns)),
+        outputs=(tensor(rows, columns),),
+    )
+
+
+def graph(**operators: Operator) -> OperatorGraph:
+    """Products one by one, each of its own two inputs."""
+    inputs, calls = [], []
+    for name, operator in operators.items():
+        reads = tuple(f"{name}_{k}" for k in range(2))
+        inputs += [
+            StageInput(value=value, role="parameter", name=value, type=type_)
+            for value, type_ in zip(reads, operator.inputs, strict=True)
+        ]
+        calls.append(OperatorCall(name=name, operator=operator, reads=reads, results=(name,)))
+    return OperatorGraph(inputs=tuple(inputs), calls=tuple(calls))
+
+
+@pytest.mark.parametrize(
+    ("shards", "expected"),
+    [
+        ((), []),
+        ((2,), [(2,)]),
+        ((2, 4), [(2,), (4,), (2, 2)]),
+        ((8,), [(8,), (2, 4), (4, 2)]),
+        ((6, 7), [(6,), (7,), (2, 3), (3, 2)]),
+    ],
+)
+def test_meshes(shards: tuple[int, ...], expected: list[tuple[int, ...]]) -> None:
+    assert meshes(shards) == expected
+
+
+def sizes(operator: Operator) -> tuple[int, ...]:
+    return *operator.inputs[0].shape, operator.inputs[1].shape[1]
+
+
+def test_the_local_operators_of_a_product() -> None:
+    whole = product(8, 9, 5)
+    assert {sizes(each) for each in local_operators(whole, (4,))} == {
+        (8, 9, 5),
+        (2, 9, 5),
+        (8, 3, 5),
+        (8, 9, 2),
+    }
+    assert {sizes(each) for each in local_operators(product(4, 2, 1), (2, 2))} == {
+        *((4, 2, 1), (2, 2, 1), (4, 1, 1)),
+        *((1, 2, 1), (2, 1, 1)),
+    }
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[Operator]:
+    """Each operator takes a second for each of its rows, and those of one column fail."""
+    timed: list[Operator] = []
+
+    def time(operator: Operator, *_rest: object) -> float | None:
+        timed.append(operator)
+        rows, _, columns = sizes(operator)
+        return None if columns == 1 else float(rows)
+
+    monkeypatch.setattr(operator_times, "_time", time)
+    return timed
+
+
+def found(
+    graph: OperatorGraph, seconds: Mapping[str, float], *shards: int
+) -> dict[Operator, float]:
+    timed = time_local_operators(graph, seconds, shards, CPU)
+    assert len({each.operator for each in timed}) == len(timed)
+    return {each.operator: each.seconds for each in timed}
+
+
+def test_whole_and_local_operators_are_timed_once_in_the_same_way(clock: list[Operator]) -> None:
+    two = graph(one=product(8, 8, 8), again=product(8, 8, 8), half=product(4, 8, 8))
+    times = found(two, {"one": 1.0, "again": 1.0, "half": 1.0}, 2)
+    assert {sizes(each): own for each, own in times.items()} == {
+        (8, 8, 8): 8.0,
+        (4, 8, 8): 4.0,
+        (8, 4, 8): 8.0,
+        (8, 8, 4): 8.0,
+        (2, 8, 8): 2.0,
+        (4, 4, 8): 4.0,
+        (4, 8, 4): 4.0,
+    }
+    assert len(clock) == len(times)
+
+
+def test_what_takes_next_to_nothing_is_left_out(clock: list[Operator]) -> None:
+    two = graph(large=product(8, 8, 8), small=product(2, 2, 2))
+    times = found(two, {"large": 0.995, "small": 0.005}, 2)
+    assert product(2, 2, 2) not in times
+    assert product(2, 2, 2) in found(two, {"large": 0.95, "small": 0.05}, 2)
+    assert found(two, {"large": 1.0}) == {}, "nobody asked"
+    assert product(2, 2, 2) not in clock[: len(times)]
+
+
+def test_what_cannot_be_run_alone_is_left_out(clock: list[Operator]) -> None:
+    times = found(graph(one=product(8, 2, 2)), {"one": 1.0}, 2)
+    assert {sizes(each) for each in times} == {(8, 2, 2), (4, 2, 2), (8, 1, 2)}
+    assert any(sizes(each) == (8, 2, 1) for each in clock)
+
+
+@pytest.mark.slow
+def test_they_run() -> None:
+    times = found(graph(one=product(256, 256, 256)), {"one": 1.0}, 2, 4)
+    assert len(times) > 6
+    assert all(own > 0 for own in times.values())
