@@ -44,6 +44,7 @@ likely to cost more later, bytes that a device holds, and how many sums the oper
 """
 _MOST_ROUNDS = 20
 _NOTHING: Mapping[str, float] = MappingProxyType({})
+_DECIDED: Mapping[str, tuple[Strategy, ...]] = MappingProxyType({})
 
 
 def propagate(
@@ -51,8 +52,11 @@ def propagate(
     mesh: LinkedMesh,
     requests: Requests,
     seconds: Mapping[str, float] = _NOTHING,
+    decided: Mapping[str, tuple[Strategy, ...]] = _DECIDED,
 ) -> Assignment:
     """Divides all operators of the graph. Those that no request leads to are replicated.
+
+    `decided`: the strategies of calls of which there is nothing left to find.
 
     `seconds`: what the calls with these names take on one device, if that is to count, too. Then an
     operator is not replicated to save a redistribution that takes less than it.
@@ -75,6 +79,7 @@ def propagate(
             {name: tuple(each[axis] for each in inputs) for name, inputs in operators.items()},
             seconds,
             times,
+            {name: each[axis] for name, each in decided.items()},
         ).run()
         placed = {
             value: (*before, axis_strategies[name].outputs[number])
@@ -94,6 +99,7 @@ class _AxisSearch:
     operators: Mapping[str, tuple[Placement, ...]]
     seconds: Mapping[str, float]
     times: LocalTimes
+    decided: Mapping[str, Strategy]
     chosen: dict[str, Strategy] = field(default_factory=dict)
 
     def run(self) -> dict[str, Strategy]:
@@ -119,7 +125,10 @@ class _AxisSearch:
     @cached_property
     def _options(self) -> dict[str, tuple[Strategy, ...]]:
         """Returns the strategies of each node that requests leave."""
-        options = {name: self.problem.options(name) for name in self.problem.nodes}
+        options = {
+            name: (self.decided[name],) if name in self.decided else self.problem.options(name)
+            for name in self.problem.nodes
+        }
         for value, placement in self.values.items():
             name, number = self.problem.producers[value]
             if isinstance(self.problem.nodes[name], StageInput):

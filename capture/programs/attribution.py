@@ -26,12 +26,13 @@ from pipedream.capture.node_modules import preserve_model_state
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.divisible import divisible
 from pipedream.capture.programs.draws import note_seed
-from pipedream.capture.programs.joint import CannotDivide, End, joint
+from pipedream.capture.programs.joint import CannotDivide, End, Joint, joint
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.capture.programs.split_passes import writes
 from pipedream.capture.rewrites.writes import is_draw
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.graph.placements.operators import OperatorGraph
+from pipedream.sharding.planned import CallOwners
 
 _LABEL = "graph_node"
 """Where the meta of an operator has the node that it belongs to, and whether it is backward."""
@@ -39,13 +40,22 @@ _LABEL = "graph_node"
 
 @dataclass(frozen=True)
 class Attributed:
-    """`graph` has the passes of a whole model, means as sums. `nodes`: by the name of each call the
-    id of its node in graph.txt; `backward`: the names of the calls of the backward pass.
+    """`graph` has the passes of a whole model, means as sums; `owners`: the nodes of graph.txt that
+    its calls belong to.
     """
 
     graph: OperatorGraph
-    nodes: Mapping[str, str]
-    backward: Set[str]
+    owners: CallOwners
+
+    @property
+    def nodes(self) -> Mapping[str, str]:
+        """Returns by the name of each call the id of its node."""
+        return self.owners.nodes
+
+    @property
+    def backward(self) -> Set[str]:
+        """Returns the names of the calls of the backward pass."""
+        return self.owners.backward
 
 
 def attribute(
@@ -63,28 +73,67 @@ def attribute(
     """
     with _model_on(captured, device) as whole:
         values = dict(zip(captured.inputs, inputs, strict=True))
-        names, end, labels = whole.inputs, None, _Labels()
+        names, end, nodes = whole.inputs, None, GraphNodes.of(captured)
         if loss is not None and target is not None:
             values |= target.tensors
             names = loss.inputs(whole, target)
-            end = labels.ending(loss.end(whole, names, target), captured.returning)
-        traced = joint(
-            _labelling(whole.module, captured.owner, labels),
+            end = loss.end(whole, names, target)
+        traced = nodes.joint(
+            whole.module,
             whole.state,
             [values[name].to(device) for name in names],
             [name in whole.inputs and captured.values[name].requires_grad for name in names],
             precision,
             end,
+            seeds=True,
         )
-    labels.finish(traced.module.graph)
     writes(traced)  # what a run would refuse is refused here
     summed = divisible(traced)
-    graph, traced_nodes = describe(summed), {node.name: node for node in summed.module.graph.nodes}
-    written = {call.name: traced_nodes[call.name].meta[_LABEL] for call in graph.calls}
-    return Attributed(
-        graph,
-        {name: node for name, (node, _) in written.items()},
-        frozenset(name for name, (_, backward) in written.items() if backward),
+    graph = describe(summed)
+    return Attributed(graph, call_owners(graph, summed))
+
+
+@dataclass(frozen=True)
+class GraphNodes:
+    """The graph node of each operator of a captured model, by name, and the last that returns
+    anything, to which the loss belongs.
+    """
+
+    owner: Mapping[str, str]
+    returning: str
+
+    @staticmethod
+    def of(captured: Captured) -> GraphNodes:
+        return GraphNodes(captured.owner, captured.returning)
+
+    def joint(
+        self,
+        module: fx.GraphModule,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        wants: Sequence[bool],
+        precision: AbstractContextManager[Any],
+        end: End | None = None,
+        seeds: bool = False,
+    ) -> Joint:
+        """Traces the passes of a part of the model as `joint` does, its operators labelled with
+        their nodes. `seeds`: gives each draw a seed of its own, where the module does not.
+        """
+        labels = _Labels()
+        ended = None if end is None else labels.ending(end, self.returning)
+        labelling = _labelling(module, self.owner, labels, seeds)
+        traced = joint(labelling, state, inputs, wants, precision, ended)
+        labels.finish(traced.module.graph)
+        return traced
+
+
+def call_owners(graph: OperatorGraph, traced: Joint) -> CallOwners:
+    """Returns the nodes of the calls of a graph that describes a labelled trace."""
+    nodes = {node.name: node for node in traced.module.graph.nodes}
+    labels = {call.name: nodes[call.name].meta[_LABEL] for call in graph.calls}
+    return CallOwners(
+        {name: node for name, (node, _) in labels.items()},
+        frozenset(name for name, (_, backward) in labels.items() if backward),
     )
 
 
@@ -156,14 +205,16 @@ class _Labels:
         self.running = (node, True)
 
 
-def _labelling(module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels) -> fx.GraphModule:
+def _labelling(
+    module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels, seeds: bool
+) -> fx.GraphModule:
     """Returns the module, calling `labels.ran` after operators, `labels.seed` before draws."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        if is_draw(node):
+        if seeds and is_draw(node):
             graph.call_function(labels.seed, ())
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        if node.op == "call_function":
+        if node.op == "call_function" and node.name in owner:
             graph.call_function(labels.ran, (owner[node.name], copies[node]))
     return fx.GraphModule(module, graph)

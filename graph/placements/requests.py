@@ -19,6 +19,7 @@ from pipedream.graph.placements.placement import (
     show_placements,
 )
 from pipedream.graph.placements.regions import check_placements
+from pipedream.graph.placements.strategy_texts import NodeStrategies
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class PlacementTexts(ArtifactModel):
     """Of the device that was profiled, in matrix products and the like. Without, an operator may be
     computed by all devices to save a message.
     """
+    operators: tuple[NodeStrategies, ...] = ()
+    """How each operator is divided; what follows for the others is found in each rank."""
 
     def requests(self, axes: int) -> Requests:
         """Returns the requests for so many axes. Raises ValueError that names a wrong placement."""
@@ -53,6 +56,8 @@ class PlacementTexts(ArtifactModel):
             {name: _read(name, text, axes) for name, text in texts.items()}
             for texts in (self.parameters, self.values)
         )
+        for each in self.operators:
+            each.check(axes)
         return Requests(parameters, values)
 
 

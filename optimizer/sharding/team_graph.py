@@ -19,6 +19,7 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Footprint, Profile
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.sharding.assignment import redistributions
+from pipedream.sharding.planned import CallOwners, strategy_texts
 
 
 def team_graph(graph: Graph, profile: Profile, sharding: ModelSharding) -> Graph:
@@ -62,6 +63,7 @@ def expand(plan: Plan, sharding: ModelSharding, profile: Profile, whole: Graph) 
     """
     count = sharding.devices
     rate, stages = sharding.flops_per_second, []
+    owners = CallOwners(sharding.profile.nodes, sharding.backward)
     for stage in plan.stages:
         names = {name for node in stage.nodes for name in profile.node[node].parameters}
         parameters = {
@@ -70,7 +72,11 @@ def expand(plan: Plan, sharding: ModelSharding, profile: Profile, whole: Graph) 
             if name in names
         }
         ranks = tuple(count * team + device for team in stage.ranks for device in range(count))
-        texts = PlacementTexts(parameters=parameters, flops_per_second=rate)
+        texts = PlacementTexts(
+            parameters=parameters,
+            flops_per_second=rate,
+            operators=strategy_texts(sharding.assignment, owners, set(stage.nodes)),
+        )
         changed = {"ranks": ranks, "mesh": sharding.mesh, "placements": texts}
         stages.append(stage.model_copy(update=changed))
     seconds = sum(node.compute_seconds for node in whole.nodes.values()) / sharding.speed

@@ -19,6 +19,7 @@ from pipedream.capture.captured import Captured, OutSpec, rebuild
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture
 from pipedream.capture.loss import Loss
+from pipedream.capture.programs.attribution import GraphNodes
 from pipedream.capture.programs.loss_end import LossEnd
 from pipedream.capture.segment import Segment, freeze_constants
 from pipedream.graph.errors import UserError
@@ -118,7 +119,7 @@ class StageModule:
             assert rng.device.type == precision.device.type
             seed_each(piece, captured.module, rng)
             run = make_compute(piece, precision, backend)
-        program = StageProgram(piece, precision, backend, ends)
+        program = StageProgram(piece, precision, backend, ends, nodes=GraphNodes.of(captured))
         outputs, out_spec = captured.outputs, captured.out_spec
         return StageModule(interface, piece, run, outputs, out_spec, program, ends)
 

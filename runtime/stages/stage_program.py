@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.compute_settings import Precision
+from pipedream.capture.programs.attribution import GraphNodes
 from pipedream.capture.programs.joint import CannotDivide, End, joint
 from pipedream.capture.programs.loss_end import LOSS, LossEnd, Target
 from pipedream.capture.programs.program import Program
@@ -35,8 +36,9 @@ class NamedProgram:
 @dataclass(eq=False)
 class StageProgram:
     """Runs `piece` as programs, under the settings of its module: its `precision` and
-    torch.compile's `backend`. All inputs of the piece have the same shapes each time. With
-    `sharding` they are the programs of one device of a mesh, and with `loss` they then end in it.
+    torch.compile's `backend`. All inputs of the piece have the same shapes each time; its operators
+    are of these `nodes` of the graph. With `sharding` they are the programs of one device of a
+    mesh, and with `loss` they then end in it.
     """
 
     piece: Segment
@@ -49,6 +51,7 @@ class StageProgram:
     named: NamedProgram | None = None
     obstacle: str | None = None
     ending: dict[Hashable, NamedProgram | None] = field(default_factory=dict)
+    nodes: GraphNodes | None = None
 
     def of(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]
@@ -127,9 +130,10 @@ class StageProgram:
             known = [_of_shape(of_values.get(name), values[name]) for name in inputs]
         wants = [tensor.requires_grad for tensor in known]
         precision = self.precision.computing()
-        traced = joint(self.piece.module, state, known, wants, precision, end)
+        trace = joint if sharding is None or self.nodes is None else self.nodes.joint
+        traced = trace(self.piece.module, state, known, wants, precision, end)
         if end is not None:
-            again = joint(self.piece.module, state, known, wants, precision, end)
+            again = trace(self.piece.module, state, known, wants, precision, end)
             if again.module.code != traced.module.code:
                 raise CannotDivide("the loss differs from pass to pass")
         if sharding is None:

@@ -13,6 +13,7 @@ from functools import cached_property
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from pipedream.capture.programs.attribution import call_owners
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.divisible import divisible
 from pipedream.capture.programs.joint import Joint
@@ -28,7 +29,9 @@ from pipedream.graph.placements.requests import Requests
 from pipedream.graph.plan import Plan
 from pipedream.runtime.stages.crossings import Crossings
 from pipedream.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
+from pipedream.sharding.planned import is_possible, planned_strategies
 from pipedream.sharding.propagate import propagate
+from pipedream.sharding.rules.strategy import Strategy
 from pipedream.sharding.steps import Step
 
 
@@ -48,6 +51,7 @@ class StageSharding:
         texts = planned.placements
         self.requests = Requests() if texts is None else texts.requests(len(planned.mesh))
         self.flops_per_second = None if texts is None else texts.flops_per_second
+        self.operators = () if texts is None else texts.operators
         self.placed: dict[str, Placements] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.partial: dict[str, tuple[int, ...]] = {}
@@ -72,7 +76,9 @@ class StageSharding:
         try:
             seconds = estimated_seconds(graph, self.flops_per_second)
             ends = self._boundary_placements(inputs, joint.differentiable, leaving, crossings)
-            assignment = propagate(graph, self.mesh, self._requests(graph, ends), seconds)
+            planned = self._planned(graph, summed) if self.operators else {}
+            requests = self._requests(graph, ends)
+            assignment = propagate(graph, self.mesh, requests, seconds, planned)
         except UserError as error:
             raise UserError(f"stage {self.stage}: placements.{error.format_message()}") from error
         boundary = BoundaryPlacements(
@@ -83,6 +89,26 @@ class StageSharding:
             gradients=self._gradients(),
         )
         return localize(summed, assignment, self.device, self._move, boundary), assignment
+
+    def _planned(self, graph: OperatorGraph, joint: Joint) -> dict[str, tuple[Strategy, ...]]:
+        """Returns what the plan says of the operators. Raises UserError where that is impossible in
+        the first passes; in others, which have other sizes, the rest says what follows.
+        """
+        sizes = self.mesh.sizes
+        planned = planned_strategies(self.operators, graph, call_owners(graph, joint), sizes)
+        possible = {}
+        for call in graph.calls:
+            if call.name not in planned:
+                continue
+            if is_possible(call.operator, planned[call.name], sizes):
+                possible[call.name] = planned[call.name]
+            elif not self.placed:
+                raise UserError(
+                    f"operators: {call.operator.target} of shapes"
+                    f" {', '.join(str(list(each.shape)) for each in call.operator.inputs)} cannot"
+                    " be divided as the plan says: make the plan again, from a new profile"
+                )
+        return possible
 
     def _boundary_placements(
         self,
