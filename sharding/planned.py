@@ -7,46 +7,39 @@ found by the node that makes them, the pass, the operator, and which of the node
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from pipedream.graph.placements.operators import Operator, OperatorCall, OperatorGraph
-from pipedream.graph.placements.placement import Mesh, Placement, Replicate
+from pipedream.graph.placements.placement import Mesh, Placement, Shard
 from pipedream.graph.placements.strategy_texts import CallPlacements, NodeStrategies
 from pipedream.sharding.assignment import Assignment
 from pipedream.sharding.axis import local_operators
 from pipedream.sharding.rules import strategies
-from pipedream.sharding.rules.strategy import P, R, Strategy
+from pipedream.sharding.rules.strategy import R, Strategy
 
 _Key: TypeAlias = tuple[str, bool, str, int]
 """Node, whether backward, operator, and how many calls of it the node makes before."""
 
 
-@dataclass(frozen=True)
-class CallOwners:
-    """Of which node each call is, by its name, and the calls of the backward pass."""
-
-    nodes: Mapping[str, str]
-    backward: Set[str]
-
-    def keys(self, graph: OperatorGraph) -> Iterator[tuple[_Key, OperatorCall]]:
-        """Yields the calls that have a node, with what they are found by."""
-        counts = Counter[tuple[str, bool, str]]()
-        for call in graph.calls:
-            if call.name in self.nodes:
-                first = self.nodes[call.name], call.name in self.backward, call.operator.target
-                yield (*first, counts[first]), call
-                counts[first] += 1
+def _keys(graph: OperatorGraph, nodes: Mapping[str, str]) -> Iterator[tuple[_Key, OperatorCall]]:
+    """Yields the calls with what they are found by; `nodes`: by the name of a call."""
+    counts, backward = Counter[tuple[str, bool, str]](), graph.backward_calls()
+    for call in graph.calls:
+        first = nodes[call.name], call.name in backward, call.operator.target
+        yield (*first, counts[first]), call
+        counts[first] += 1
 
 
 def strategy_texts(
-    assignment: Assignment, owners: CallOwners, nodes: Collection[str]
+    assignment: Assignment, nodes: Mapping[str, str], chosen: Collection[str]
 ) -> tuple[NodeStrategies, ...]:
-    """Returns the lines of these nodes; those whose lines are the same together."""
+    """Returns the lines of the chosen nodes; those whose lines are the same together. `nodes`: by
+    the name of a call.
+    """
     lines: dict[str, tuple[list[str], list[str]]] = {}
-    for (node, backward, _, _), call in owners.keys(assignment.graph):
-        if node in nodes:
+    for (node, backward, _, _), call in _keys(assignment.graph, nodes):
+        if node in chosen:
             own = lines.setdefault(node, ([], []))
             own[backward].append(_placements(call, assignment.strategies[call.name]).text)
     alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
@@ -58,9 +51,9 @@ def strategy_texts(
     )
 
 
-def planned_strategies(
-    texts: Sequence[NodeStrategies], graph: OperatorGraph, owners: CallOwners, mesh: Mesh
-) -> dict[str, tuple[Strategy, ...]]:
+def planned_placements(
+    texts: Sequence[NodeStrategies], graph: OperatorGraph, nodes: Mapping[str, str], axes: int
+) -> dict[str, CallPlacements]:
     """Returns what the plan says of the calls of a graph, by name. It says nothing of calls that
     only this graph has.
     """
@@ -69,26 +62,53 @@ def planned_strategies(
         for backward, own in ((False, each.forward), (True, each.backward)):
             counts = Counter[str]()
             for text in own:
-                placements = CallPlacements.parse(text, len(mesh))
+                placements = CallPlacements.parse(text, axes)
                 number = counts[placements.target]
                 counts[placements.target] += 1
                 for node in each.nodes:
                     lines[node, backward, placements.target, number] = placements
-    return {
-        call.name: _strategies(lines[key], len(mesh))
-        for key, call in owners.keys(graph)
-        if key in lines and _is_of(lines[key], call.operator)
-    }
+    return {call.name: lines[key] for key, call in _keys(graph, nodes) if key in lines}
 
 
-def is_possible(operator: Operator, chosen: Sequence[Strategy], mesh: Mesh) -> bool:
-    """Whether all devices can follow these strategies, one for each axis."""
-    for axis, strategy in enumerate(chosen):
-        chunks = tuple(sorted({each.chunks for each in strategy.shards} - {1}))
-        for local in local_operators(operator, tuple(chosen[:axis]), mesh):
-            if strategy not in strategies(local, mesh[axis], chunks):
-                return False
-    return True
+def follow(
+    operator: Operator, placements: CallPlacements, mesh: Mesh
+) -> tuple[Strategy, ...] | None:
+    """Returns the strategies, one for each axis, that place the operator's tensors so; None if it
+    cannot be divided so.
+    """
+    computed = [type_ is not None for type_ in operator.outputs]
+    if len(placements.inputs) != len(operator.inputs) or computed != [
+        each is not None for each in placements.outputs
+    ]:
+        return None
+    chosen: tuple[Strategy, ...] = ()
+    for axis, devices in enumerate(mesh):
+        wanted = _on_axis(placements, axis)
+        chunks = tuple(sorted({e.chunks for e in wanted if isinstance(e, Shard)} - {1}))
+        first, *others = local_operators(operator, chosen, mesh)
+        alike = (
+            each
+            for each in strategies(first, devices, chunks)
+            if _given(each, computed) == wanted
+            and all(each in strategies(other, devices, chunks) for other in others)
+        )
+        found = next(alike, None)
+        if found is None:
+            return None
+        chosen = (*chosen, found)
+    return chosen
+
+
+def _on_axis(placements: CallPlacements, axis: int) -> tuple[Placement, ...]:
+    """The placements of inputs and computed outputs on one axis, and of what is in the middle."""
+    given = (*placements.inputs, *(each for each in placements.outputs if each is not None))
+    within = R if placements.within is None else placements.within[axis]
+    return (*(each[axis] for each in given), within)
+
+
+def _given(strategy: Strategy, computed: Sequence[bool]) -> tuple[Placement, ...]:
+    outputs = (each for each, known in zip(strategy.outputs, computed, strict=True) if known)
+    return (*strategy.inputs, *outputs, strategy.within)
 
 
 def _placements(call: OperatorCall, chosen: Sequence[Strategy]) -> CallPlacements:
@@ -99,27 +119,5 @@ def _placements(call: OperatorCall, chosen: Sequence[Strategy]) -> CallPlacement
         call.operator.target,
         tuple(zip(*(each.inputs for each in chosen), strict=True)),
         tuple(own if known else None for own, known in zip(outputs, computed, strict=True)),
-        within if P in within else None,
+        within if set(within) != {R} else None,
     )
-
-
-def _strategies(placements: CallPlacements, axes: int) -> tuple[Strategy, ...]:
-    nothing: tuple[Placement, ...] = (Replicate(),) * axes
-    outputs = [nothing if each is None else each for each in placements.outputs]
-    within = placements.within or (R,) * axes
-    return tuple(
-        Strategy(
-            tuple(each[axis] for each in placements.inputs),
-            tuple(each[axis] for each in outputs),
-            within[axis],
-        )
-        for axis in range(axes)
-    )
-
-
-def _is_of(placements: CallPlacements, operator: Operator) -> bool:
-    """Whether it has as many inputs, and the same outputs are computed."""
-    computed = [type_ is not None for type_ in operator.outputs]
-    return len(placements.inputs) == len(operator.inputs) and computed == [
-        each is not None for each in placements.outputs
-    ]

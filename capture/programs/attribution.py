@@ -32,7 +32,6 @@ from pipedream.capture.programs.split_passes import writes
 from pipedream.capture.rewrites.writes import is_draw
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.graph.placements.operators import OperatorGraph
-from pipedream.sharding.planned import CallOwners
 
 _LABEL = "graph_node"
 """Where the meta of an operator has the node that it belongs to, and whether it is backward."""
@@ -40,22 +39,13 @@ _LABEL = "graph_node"
 
 @dataclass(frozen=True)
 class Attributed:
-    """`graph` has the passes of a whole model, means as sums; `owners`: the nodes of graph.txt that
-    its calls belong to.
+    """`graph` has the passes of a whole model, means as sums. `nodes`: by the name of each call the
+    id of its node in graph.txt; `backward`: the names of the calls of the backward pass.
     """
 
     graph: OperatorGraph
-    owners: CallOwners
-
-    @property
-    def nodes(self) -> Mapping[str, str]:
-        """Returns by the name of each call the id of its node."""
-        return self.owners.nodes
-
-    @property
-    def backward(self) -> Set[str]:
-        """Returns the names of the calls of the backward pass."""
-        return self.owners.backward
+    nodes: Mapping[str, str]
+    backward: Set[str]
 
 
 def attribute(
@@ -90,7 +80,9 @@ def attribute(
     writes(traced)  # what a run would refuse is refused here
     summed = divisible(traced)
     graph = describe(summed)
-    return Attributed(graph, call_owners(graph, summed))
+    labels = _labels_of(graph, summed)
+    backward = frozenset(name for name, (_, later) in labels.items() if later)
+    return Attributed(graph, node_of_calls(graph, summed), backward)
 
 
 @dataclass(frozen=True)
@@ -127,14 +119,14 @@ class GraphNodes:
         return traced
 
 
-def call_owners(graph: OperatorGraph, traced: Joint) -> CallOwners:
-    """Returns the nodes of the calls of a graph that describes a labelled trace."""
+def node_of_calls(graph: OperatorGraph, traced: Joint) -> dict[str, str]:
+    """Returns the node of each call of a graph that describes a labelled trace, by its name."""
+    return {name: node for name, (node, _) in _labels_of(graph, traced).items()}
+
+
+def _labels_of(graph: OperatorGraph, traced: Joint) -> dict[str, tuple[str, bool]]:
     nodes = {node.name: node for node in traced.module.graph.nodes}
-    labels = {call.name: nodes[call.name].meta[_LABEL] for call in graph.calls}
-    return CallOwners(
-        {name: node for name, (node, _) in labels.items()},
-        frozenset(name for name, (_, backward) in labels.items() if backward),
-    )
+    return {call.name: nodes[call.name].meta[_LABEL] for call in graph.calls}
 
 
 @contextmanager

@@ -155,6 +155,16 @@ class OperatorGraph(ArtifactModel):
                     types[value] = type_
         return types
 
+    def backward_calls(self) -> frozenset[str]:
+        """Returns the names of the calls that compute from the gradients of outputs."""
+        known = {each.value for each in self.inputs if each.role == "tangent"}
+        calls = set()
+        for call in self.calls:
+            if not known.isdisjoint(call.reads):
+                calls.add(call.name)
+                known.update(value for value in call.results if value is not None)
+        return frozenset(calls)
+
 
 def flops(operator: Operator) -> float:
     """Multiplications and additions of a matrix product, convolution or attention; 0 for others,

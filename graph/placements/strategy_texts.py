@@ -5,8 +5,8 @@ it wants each tensor that it reads, and how it gives its results.
 
     aten.addmm.default: S(0),R; R,R; S(1),R -> S(1),R
 
-`-` stands for a result that is not computed; ` within P,R` at the end says that devices add up
-tensors in the middle of the operator on the axes with P.
+`-` stands for a result that is not computed; ` within P,R` at the end says how devices have what is
+computed in the middle of the operator: they add it up on the axes with P.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WITHIN = " within "
 @dataclass(frozen=True)
 class CallPlacements:
     """How a call divides its operator: placements for each axis of the mesh. An output is None if
-    it is not computed. `within`: None where nothing is added up in the middle.
+    it is not computed. `within`: of what is computed in the middle; None for whole, or nothing.
     """
 
     target: str

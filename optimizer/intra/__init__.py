@@ -5,7 +5,4 @@
 - `problem.py`: what there is to choose, whatever it stands for
 - `exact.py`: the best choice with its proof: bounds by message passing (`messages.py`, whose loops
   are in `passing.py` and `factors.py`), then `elimination.py`, and `integer.py` for a small rest
-- `recursive.py`: operators in order of weight, on relative costs: its graph as arrays is in
-  `halving_graph.py`, the ways to divide operators in `halving_options.py`, the choice in
-  `halving_kernel.py`
 """

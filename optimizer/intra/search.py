@@ -13,7 +13,7 @@ from pipedream.graph.choices import IntraOp
 from pipedream.optimizer.intra.costs import StageProblem
 from pipedream.optimizer.intra.exact import solve
 from pipedream.optimizer.intra.messages import Messages
-from pipedream.optimizer.intra.recursive import recursive
+from pipedream.optimizer.recursive.search import recursive
 from pipedream.sharding.assignment import Assignment
 from pipedream.sharding.propagate import propagate
 

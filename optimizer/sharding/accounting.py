@@ -11,7 +11,6 @@ from pipedream.graph.profile import Footprint
 from pipedream.optimizer.cost.memory import STATES
 from pipedream.optimizer.intra.costs import Accounting
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.sharding.model_sharding import backward_calls
 from pipedream.schedule.policy import uniform_updates
 
 
@@ -36,7 +35,7 @@ def kept_bytes(profile: OperatorProfile, footprints: Mapping[str, Footprint]) ->
     """By call of the forward pass the bytes that its node was measured to keep, for each byte of
     the values that its calls give and the backward pass reads.
     """
-    graph, backward = profile.graph, backward_calls(profile.graph)
+    graph, backward = profile.graph, profile.graph.backward_calls()
     types = graph.types()
     read = {v for call in graph.calls if call.name in backward for v in call.reads}
     given: Counter[str] = Counter()

@@ -12,7 +12,6 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.operators import (
     OperatorCall,
-    OperatorGraph,
     OperatorProfile,
     estimated_seconds,
     flops,
@@ -68,7 +67,7 @@ class ModelSharding:
         if method == "propagate":
             seconds = estimated_seconds(profile.graph, _rate(profile, cluster))
         stage = StageProblem(
-            *(profile.graph, linked, seconds, backward_calls(profile.graph)),
+            *(profile.graph, linked, seconds, profile.graph.backward_calls()),
             *(accounting, requests, kept or {}, LocalTimes.of(profile.local_seconds)),
         )
         try:
@@ -130,7 +129,7 @@ class ModelSharding:
     @cached_property
     def backward(self) -> frozenset[str]:
         """The calls of the backward pass."""
-        return backward_calls(self.assignment.graph)
+        return self.assignment.graph.backward_calls()
 
     @cached_property
     def call_of(self) -> Mapping[str, str]:
@@ -155,17 +154,6 @@ class ModelSharding:
         """The part of an operator's seconds that the slowest device takes."""
         strategies = self.assignment.strategies[call.name]
         return self.local_times.share(call.operator, strategies, self.mesh)
-
-
-def backward_calls(graph: OperatorGraph) -> frozenset[str]:
-    """The calls of the backward pass: what is computed from the gradients of outputs."""
-    known = {each.value for each in graph.inputs if each.role == "tangent"}
-    calls = set()
-    for call in graph.calls:
-        if not known.isdisjoint(call.reads):
-            calls.add(call.name)
-            known.update(value for value in call.results if value is not None)
-    return frozenset(calls)
 
 
 def flops_per_second(profile: OperatorProfile) -> float | None:

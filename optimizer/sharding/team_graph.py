@@ -19,7 +19,7 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Footprint, Profile
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.sharding.assignment import redistributions
-from pipedream.sharding.planned import CallOwners, strategy_texts
+from pipedream.sharding.planned import strategy_texts
 
 
 def team_graph(graph: Graph, profile: Profile, sharding: ModelSharding) -> Graph:
@@ -63,7 +63,6 @@ def expand(plan: Plan, sharding: ModelSharding, profile: Profile, whole: Graph) 
     """
     count = sharding.devices
     rate, stages = sharding.flops_per_second, []
-    owners = CallOwners(sharding.profile.nodes, sharding.backward)
     for stage in plan.stages:
         names = {name for node in stage.nodes for name in profile.node[node].parameters}
         parameters = {
@@ -75,7 +74,7 @@ def expand(plan: Plan, sharding: ModelSharding, profile: Profile, whole: Graph) 
         texts = PlacementTexts(
             parameters=parameters,
             flops_per_second=rate,
-            operators=strategy_texts(sharding.assignment, owners, set(stage.nodes)),
+            operators=strategy_texts(sharding.assignment, sharding.profile.nodes, set(stage.nodes)),
         )
         changed = {"ranks": ranks, "mesh": sharding.mesh, "placements": texts}
         stages.append(stage.model_copy(update=changed))

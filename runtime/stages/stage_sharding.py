@@ -13,7 +13,7 @@ from functools import cached_property
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from pipedream.capture.programs.attribution import call_owners
+from pipedream.capture.programs.attribution import node_of_calls
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.divisible import divisible
 from pipedream.capture.programs.joint import Joint
@@ -29,7 +29,7 @@ from pipedream.graph.placements.requests import Requests
 from pipedream.graph.plan import Plan
 from pipedream.runtime.stages.crossings import Crossings
 from pipedream.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
-from pipedream.sharding.planned import is_possible, planned_strategies
+from pipedream.sharding.planned import follow, planned_placements
 from pipedream.sharding.propagate import propagate
 from pipedream.sharding.rules.strategy import Strategy
 from pipedream.sharding.steps import Step
@@ -95,13 +95,14 @@ class StageSharding:
         the first passes; in others, which have other sizes, the rest says what follows.
         """
         sizes = self.mesh.sizes
-        planned = planned_strategies(self.operators, graph, call_owners(graph, joint), sizes)
-        possible = {}
+        nodes = node_of_calls(graph, joint)
+        planned, possible = planned_placements(self.operators, graph, nodes, len(sizes)), {}
         for call in graph.calls:
             if call.name not in planned:
                 continue
-            if is_possible(call.operator, planned[call.name], sizes):
-                possible[call.name] = planned[call.name]
+            chosen = follow(call.operator, planned[call.name], sizes)
+            if chosen is not None:
+                possible[call.name] = chosen
             elif not self.placed:
                 raise UserError(
                     f"operators: {call.operator.target} of shapes"

@@ -17,17 +17,21 @@ def assert_alike(folder: Path, model: str, cases: list[Case], tolerance: float =
     """All cases, which differ in their meshes alone, learn what the first does without."""
     reference = alone(cases[0])
     train_cases(folder, model, [reference, *cases])
-    expected = checkpoint(folder, reference)
     for case in cases:
-        learnt = checkpoint(folder, case)
-        assert learnt.keys() == expected.keys()
-        for name, tensor in expected.items():
-            largest = max(1.0, float(tensor.double().abs().max()))
-            torch.testing.assert_close(
-                learnt[name] / largest, tensor / largest, rtol=tolerance, atol=tolerance
-            )
-        assert metrics(folder, case) == pytest.approx(metrics(folder, reference), rel=tolerance)
-        assert held_out(folder, case) == pytest.approx(held_out(folder, reference), rel=tolerance)
+        assert_equal(folder / case.name, folder / reference.name, tolerance)
+
+
+def assert_equal(run: Path, other: Path, tolerance: float = 1e-12) -> None:
+    """The runs in both folders have learnt the same."""
+    learnt, expected = (load_all(each / "checkpoints/latest") for each in (run, other))
+    assert learnt.keys() == expected.keys()
+    for name, tensor in expected.items():
+        largest = max(1.0, float(tensor.double().abs().max()))
+        torch.testing.assert_close(
+            learnt[name] / largest, tensor / largest, rtol=tolerance, atol=tolerance
+        )
+    assert _losses(run) == pytest.approx(_losses(other), rel=tolerance)
+    assert _held_out(run) == pytest.approx(_held_out(other), rel=tolerance)
 
 
 def checkpoint(folder: Path, case: Case) -> dict[str, Tensor]:
@@ -35,11 +39,19 @@ def checkpoint(folder: Path, case: Case) -> dict[str, Tensor]:
 
 
 def metrics(folder: Path, case: Case) -> list[float]:
-    return _column(folder / case.name / "metrics.jsonl", "loss")
+    return _losses(folder / case.name)
 
 
 def held_out(folder: Path, case: Case) -> list[float]:
-    path = folder / case.name / "held_out.jsonl"
+    return _held_out(folder / case.name)
+
+
+def _losses(run: Path) -> list[float]:
+    return _column(run / "metrics.jsonl", "loss")
+
+
+def _held_out(run: Path) -> list[float]:
+    path = run / "held_out.jsonl"
     return _column(path, "held_out_loss") if path.exists() else []
 
 

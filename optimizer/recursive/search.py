@@ -8,7 +8,7 @@ something is sent are looked at again, a few times at most, so that all of it ta
 proportion to operators x halvings.
 
 What MindSpore knows of a layer, that the sum over its batch is one of gradients, is found here in
-the graph of both passes: products over the same indices are one family (`halving_graph`).
+the graph of both passes: products over the same indices are one family (`graph.py`).
 
 An axis of 2^k devices is k halvings that are the same, so it is decided at once: on a mesh
 (2, 2, ..., 2) all halvings are free.
@@ -28,9 +28,9 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.placements.operators import OperatorCall, OperatorGraph
 from pipedream.graph.placements.placement import Mesh, Placement, Placements, Shard, show_placements
 from pipedream.graph.placements.requests import Requests, requested_values
-from pipedream.optimizer.intra.halving_graph import HalvingGraph
-from pipedream.optimizer.intra.halving_kernel import decide
-from pipedream.optimizer.intra.halving_options import Ints, OptionTable, given_state
+from pipedream.optimizer.recursive.graph import HalvingGraph
+from pipedream.optimizer.recursive.kernel import decide
+from pipedream.optimizer.recursive.options import Ints, OptionTable, given_state
 from pipedream.sharding.assignment import Assignment, LinkedMesh
 from pipedream.sharding.axis import chunk_numbers, results
 

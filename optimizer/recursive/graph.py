@@ -23,7 +23,7 @@ from pipedream.graph.placements.operators import (
     flops,
 )
 from pipedream.graph.placements.placement import Shard
-from pipedream.optimizer.intra.halving_options import Ints
+from pipedream.optimizer.recursive.options import Ints
 from pipedream.sharding.axis import AxisNode, reads, results
 from pipedream.sharding.rules import strategies
 

@@ -23,13 +23,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from pipedream.optimizer.intra.halving_graph import (
+from pipedream.optimizer.recursive.graph import (
     INPUT_GRADIENT,
     OUTPUT,
     PARAMETER_GRADIENT,
     GraphArrays,
 )
-from pipedream.optimizer.intra.halving_options import SUM, WHOLE, Floats, Ints, OptionArrays
+from pipedream.optimizer.recursive.options import SUM, WHOLE, Floats, Ints, OptionArrays
 
 Counts: TypeAlias = NDArray[np.int32]
 _KEYS = 5

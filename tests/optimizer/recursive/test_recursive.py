@@ -22,7 +22,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.placements.operators import OperatorGraph, flops
 from pipedream.graph.placements.placement import Partial, Shard, parse_placements, show_placements
 from pipedream.graph.placements.requests import Requests
-from pipedream.optimizer.intra.recursive import RecursiveSearch, parts, recursive
+from pipedream.optimizer.recursive.search import RecursiveSearch, parts, recursive
 from pipedream.sharding.assignment import Assignment, LinkedMesh, redistributions
 from pipedream.sharding.axis import local_operators
 from pipedream.sharding.propagate import propagate
