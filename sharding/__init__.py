@@ -2,7 +2,7 @@
 
 `rules`: how each operator can be divided. `propagate`: from placements that a user sets to a
 division of all operators (`assignment`), one axis of the mesh after the other (`axis`).
-`redistribution`: from one placement to another on one mesh, in `steps`. `tiles`: from one mesh to
-another. What files hold (operators, placements) is in `pipedream.graph.placements`. Begin with
-`rules/strategy`, then `propagate`.
+`local_times`: what a device takes of an operator. `redistribution`: from one placement to another
+on one mesh, in `steps`. `tiles`: from one mesh to another. What files hold (operators, placements)
+is in `pipedream.graph.placements`. Begin with `rules/strategy`, then `propagate`.
 """
