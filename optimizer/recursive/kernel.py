@@ -120,7 +120,10 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
 @njit(cache=True)
 def _less(keys: Floats, best: Floats) -> bool:
     for k in range(_KEYS):
-        if abs(keys[k] - best[k]) > _CLOSE * max(abs(keys[k]), abs(best[k])):
+        if keys[k] == best[k]:
+            continue
+        largest = max(abs(keys[k]), abs(best[k]))
+        if np.isinf(largest) or abs(keys[k] - best[k]) > _CLOSE * largest:
             return bool(keys[k] < best[k])
     return False
 
