@@ -208,11 +208,25 @@ class Graph:
             updated[node.id] = node
         return replace(self, nodes=updated)
 
+    def with_figures(self, nodes: Mapping[str, Node]) -> Graph:
+        """Returns the same graph with other figures of all its nodes. What follows from edges and
+        descriptions is not worked out again.
+        """
+        assert nodes.keys() == self.nodes.keys()
+        changed = replace(self, nodes=nodes)
+        for name in _OF_STRUCTURE:
+            changed.__dict__[name] = getattr(self, name)
+        return changed
+
     def with_stages(self, stages: Mapping[str, int]) -> Graph:
         """Returns the same graph with the stages given by node id; other nodes have no stage."""
         return self.with_nodes(
             replace(node, stage=stages.get(name)) for name, node in self.nodes.items()
         )
+
+
+_OF_STRUCTURE = ("predecessors", "successors", "read_nodes", "order", "fingerprint")
+"""What a graph works out of its edges and of what its nodes are."""
 
 
 def read_graph(path: Path) -> Graph:

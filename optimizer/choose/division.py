@@ -15,12 +15,14 @@ from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 class Division(NamedTuple):
     """`downsets[s]`: the nodes of stages 0 to s as bits, the last all of them; `ranks` of each
     stage; as many minibatches in flight as keep the pace if messages take longer than they should,
-    by `slack` quarters.
+    by `slack` quarters. `meshes`: for each stage the number of the mesh that each of its ranks
+    leads, where a search knows several; without, ranks are single devices.
     """
 
     downsets: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
     slack: int = 0
+    meshes: tuple[int, ...] = ()
 
     @staticmethod
     def of(plan: DraftPlan, graph: PlanningGraph) -> Division:

@@ -51,9 +51,13 @@ class PlacedTrials(Trials[Trial]):
                 best = other
         return best
 
+    def priced(self, division: Division) -> Request:
+        """The request with the times and sizes that the nodes have in this division."""
+        return self.request
+
     def make(self, division: Division, within: float) -> Trial | None:
-        request = self.request
-        cuts, placed = division.cuts(self.graph), division.placed(request.cluster)
+        request = self.priced(division)
+        cuts, placed = division.cuts(request.planning), division.placed(request.cluster)
         limited = request.constrains_stages(request.device_types)
         memory = request.memory_model(cuts) if limited else None
         plan, form, workers = placed_plan(cuts, request, placed, memory, division.slack, within)

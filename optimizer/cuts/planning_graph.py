@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -64,6 +64,13 @@ class PlanningGraph:
                 producer = graph.predecessors[name][0] if graph.predecessors[name] else None
                 follows[name] = producer if producer is None else follows.get(producer, producer)
         return PlanningGraph(graph, names, follows, footprints, update, call, reading, sharing)
+
+    def priced_as(self, graph: Graph, footprints: Mapping[str, Footprint] | None) -> PlanningGraph:
+        """The same nodes with the figures of a graph of the same structure."""
+        changed = replace(self, graph=graph, footprints=footprints)
+        for name in ("position", "consumers", "producers", "consumer_masks", "producer_masks"):
+            changed.__dict__[name] = getattr(self, name)
+        return changed
 
     def __len__(self) -> int:
         return len(self.names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pipedream.graph.choices import MICROBATCHES, InFlight, OptimizerName, Recompute, ScheduleName
@@ -39,6 +39,14 @@ class GraphViews:
     def __init__(self) -> None:
         self._planned: list[tuple[Graph, PlannedGraph]] = []
         self._planning: list[PlanningGraph] = []
+
+    @staticmethod
+    def of(planned: PlannedGraph, planning: PlanningGraph) -> GraphViews:
+        """Those of one graph, known already."""
+        views = GraphViews()
+        views._planned.append((planning.graph, planned))
+        views._planning.append(planning)
+        return views
 
     def planned(self, graph: Graph) -> PlannedGraph:
         """What a plan says of the graph."""
@@ -105,6 +113,13 @@ class Request:
     split: Split | None = None
     room: float = 0.0
     views: GraphViews = field(default_factory=GraphViews, repr=False, compare=False)
+
+    def priced_as(self, graph: Graph, footprints: Mapping[str, Footprint] | None) -> Request:
+        """The same with the figures of a graph of the same structure."""
+        views = GraphViews.of(
+            self.views.planned(self.graph), self.planning.priced_as(graph, footprints)
+        )
+        return replace(self, graph=graph, footprints=footprints, views=views)
 
     @property
     def cost_model(self) -> CostModel:

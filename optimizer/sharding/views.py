@@ -1,0 +1,69 @@
+"""A model as one device of a worker sees it, for workers of one device and for each mesh; and as a
+plan sees it whose stages have different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipedream.graph.model import Graph
+from pipedream.graph.profile import Footprint
+from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.sharding.boundaries import Boundaries
+from pipedream.optimizer.sharding.model_sharding import ModelSharding
+
+
+@dataclass(frozen=True)
+class View:
+    """`graph`, `footprints`: of one device; `sharding`: None for workers of one device."""
+
+    sharding: ModelSharding | None
+    graph: Graph
+    footprints: Mapping[str, Footprint] | None
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.sharding is None else self.sharding.devices
+
+
+@dataclass(frozen=True)
+class Views:
+    """`request`: for single devices; `views`: the first is that of single devices."""
+
+    request: Request
+    views: Sequence[View]
+    boundaries: Boundaries
+
+    @staticmethod
+    def of(request: Request, shardings: Sequence[tuple[ModelSharding, Request]]) -> Views:
+        """`shardings`: each with its request for teams."""
+        own = [View(None, request.graph, request.footprints)]
+        own += [View(each, teams.graph, teams.footprints) for each, teams in shardings]
+        return Views(request, own, Boundaries.of([each.sharding for each in own]))
+
+    def priced(self, division: Division) -> Request:
+        """The request with the figures that each node has on the mesh of its stage, and those of
+        what crosses between stages.
+        """
+        stage_of = self.stage_of(division)
+        of_node = {name: self.views[division.meshes[s]] for name, s in stage_of.items()}
+        nodes = {name: of_node[name].graph.nodes[name] for name in self.request.graph.nodes}
+        crossing = self.boundaries.seconds(stage_of, division.meshes)
+        for (name, backward), seconds in crossing.items():
+            which = "backward_seconds" if backward else "forward_seconds"
+            taken = max(0.0, getattr(nodes[name], which) + seconds)
+            nodes[name] = replace(nodes[name], **{which: taken})
+        footprints = None
+        if self.request.footprints is not None:
+            footprints = {
+                name: (of_node[name].footprints or {})[name] for name in self.request.footprints
+            }
+        return self.request.priced_as(self.request.graph.with_figures(nodes), footprints)
+
+    def stage_of(self, division: Division) -> dict[str, int]:
+        """The stage of each node of the graph."""
+        cuts = division.cuts(self.request.planning)
+        stages = [cuts.nodes(stage, stage + 1) for stage in range(len(division.ranks))]
+        return self.request.planning.stage_of(stages)
