@@ -211,16 +211,23 @@ def _under_others(
             yield ScheduleTime(schedule, best.division.replicas, best.seconds, count)
 
 
-def _outcome(request: Request, best: Trial, trials: PlacedTrials) -> Outcome:
+def priced_outcome(request: Request, best: Trial, bound: float) -> Outcome:
+    """The outcome of a trial, with what is to be expected in a run; `bound`: seconds per minibatch
+    that no division takes less than.
+    """
     memory = request.memory_model(best.division.cuts(request.planning))
     placed = best.division.placed(request.cluster)
-    bound = lower_bound(request)
     outcome = placed_outcome(memory, request, placed, bound, slack=best.division.slack)
     plan = best.simulation.noted_in(outcome.plan)
-    outcome = replace(outcome, plan=plan, considered=trials.plans)
     in_a_run = expected(plan, request)
-    if in_a_run is not None:
-        outcome = in_a_run.noted_in(outcome)
+    outcome = replace(outcome, plan=plan)
+    return outcome if in_a_run is None else in_a_run.noted_in(outcome)
+
+
+def _outcome(request: Request, best: Trial, trials: PlacedTrials) -> Outcome:
+    bound = lower_bound(request)
+    outcome = replace(priced_outcome(request, best, bound), considered=trials.plans)
+    plan = outcome.plan
     figures: dict[str, object] = {}
     whole = trials.tried(data_parallel(request))
     of_whole = whole and expected(whole.plan, request)

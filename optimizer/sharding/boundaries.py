@@ -1,6 +1,6 @@
-"""What it takes that values cross between stages on meshes: a value leaves a stage as the next takes
-it if their meshes are alike, else whole, and a stage takes it as the first operator that reads it
-wants it (as runtime/stages/crossings.py does, which is told so by the plan).
+"""What it takes that values cross between stages on meshes: a value leaves a stage as the next
+takes it if their meshes are alike, else whole, and a stage takes it as the first operator that
+reads it wants it (as runtime/stages/crossings.py does, which is told so by the plan).
 
 In the passes of a whole model a value is brought from where it is made to each placement in which
 it is read. In those of a stage it is brought to the placements that the stage itself needs, and to
@@ -201,9 +201,9 @@ def _crossable(
         for number, value in enumerate(call.reads):
             if value in found:
                 found[value].readers.append(_Reader(node, backward, call.name, number))
-        for value in call.results:
-            if value is not None:
-                found[value] = _Crossable(value, types[value], node, backward)
+        for given in call.results:
+            if given is not None:
+                found[given] = _Crossable(given, types[given], node, backward)
     return found.values()
 
 
