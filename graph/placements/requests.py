@@ -49,6 +49,14 @@ class PlacementTexts(ArtifactModel):
     """
     operators: tuple[NodeStrategies, ...] = ()
     """How each operator is divided; what follows for the others is found in each rank."""
+    received: dict[str, str] = Field(default={})
+    """How the stage takes what other stages send, by the node that makes it; else it comes whole,
+    or as `values` say.
+    """
+
+    def taken(self, axes: int) -> dict[str, Placements]:
+        """Returns `received`. Raises ValueError that names a wrong placement."""
+        return {name: _read(name, text, axes) for name, text in self.received.items()}
 
     def requests(self, axes: int) -> Requests:
         """Returns the requests for so many axes. Raises ValueError that names a wrong placement."""
@@ -58,6 +66,7 @@ class PlacementTexts(ArtifactModel):
         )
         for each in self.operators:
             each.check(axes)
+        self.taken(axes)
         return Requests(parameters, values)
 
 

@@ -68,7 +68,7 @@ def _report(planning: Planning) -> Section:
     """Makes the report of the plan: plan.json, graph.txt and pictures."""
     task, outcome, simulation = planning.task, planning.outcome, planning.simulation
     plan, request = outcome.plan, task.request
-    whole = request.graph if task.sharding is None else task.profiled
+    whole = task.profiled if task.shardings else request.graph
     modules = None if task.profile is None else task.profile.modules
     staged = _on_devices(request.graph.with_stages(plan.stage_of), plan)
     suffix, image = picture(staged, modules=modules, notes=task.placement_notes)
@@ -82,9 +82,9 @@ def _report(planning: Planning) -> Section:
 
     def show(console: Console) -> None:
         print_report(outcome, request.graph, console, task.profile)
-        if task.sharding is not None:
-            print_table(console, sharding_table(plan, task.sharding))
-            print_table(console, traffic_table(plan, task.sharding))
+        for sharding in task.shardings:
+            print_table(console, sharding_table(plan, sharding))
+            print_table(console, traffic_table(plan, sharding))
         if task.runs:
             _judge(task, plan, console)
 

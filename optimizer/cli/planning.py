@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import inf
@@ -20,8 +20,11 @@ from pipedream.optimizer.cli.task import Task, check_global_batch, make_task
 from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.sharding.least_work import least_seconds
+from pipedream.optimizer.sharding.mesh_search import best_division, outcome_of, start
 from pipedream.optimizer.sharding.meshes import are_alike, meshes
 from pipedream.optimizer.sharding.table import beside
+from pipedream.optimizer.sharding.views import Views
 from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import MOST_MOVES, QUICK_MOVES
 
@@ -87,6 +90,7 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     best = None if isinstance(plain, UserError) else plain
     alone = inf if best is None else _seconds(best)
     tried: dict[Mesh, float] = {}
+    found: list[Planning] = []
     for mesh in meshes(task.request.cluster) if are_alike(task.request.cluster) else ():
         with suppress(UserError):  # nothing to divide, or too little memory
             on_mesh = task.on_mesh(mesh, (), options.intra_op)
@@ -94,6 +98,7 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
                 continue
             planning = _plan_workers(on_mesh, options)
             tried[mesh] = _seconds(planning)
+            found.append(planning)
             if best is None or tried[mesh] < _seconds(best) * _WORTH_A_MESH:
                 best = planning
     if best is None:
@@ -101,8 +106,51 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
         raise plain
     if not tried:
         return best
-    notes = (*best.outcome.notes, beside(tried, alone, best.task.sharding))
-    return replace(best, outcome=replace(best.outcome, notes=notes))
+    mixed = _mixed(best, plain, found, task, options)
+    if mixed is not None and _seconds(mixed) < alone * _WORTH_A_MESH:
+        best = mixed
+    elif best.task.sharding is not None and not isinstance(plain, UserError):
+        best = plain  # faster only as long as what crosses between stages is not looked at
+    seconds = _seconds(best) if best is mixed else None
+    assert task.operators is not None
+    bound = min(_seconds(best), least_seconds(task.request, task.operators))
+    outcome = best.outcome.predicting(
+        lower_bound_seconds=min(bound, best.outcome.plan.predicted.lower_bound_seconds)
+    )
+    notes = (*outcome.notes, beside(tried, alone, best.task.shardings, seconds))
+    return replace(best, outcome=replace(outcome, notes=notes))
+
+
+def _mixed(
+    best: Planning,
+    plain: Planning | UserError,
+    found: Sequence[Planning],
+    task: Task,
+    options: Options,
+) -> Planning | None:
+    """The best plan whose stages may have different meshes, from the plans of one mesh for all, in
+    the schedule of the `best` of these; None if none can be simulated or fits.
+    """
+    schedule = best.task.request.schedule
+    alone = replace(task.request, schedule=schedule)
+    meshed = [(each.task.sharding, each.task.request) for each in found]
+    views = Views.of(alone, [(own, teams) for own, teams in meshed if own is not None])
+    plans = [each.outcome.plan for each in found]
+    starts = [start(plan, number, views) for number, plan in enumerate(plans, start=1)]
+    if not isinstance(plain, UserError):
+        starts.append(start(plain.outcome.plan, 0, views))
+    trial = best_division(views, starts)
+    if trial is None or not any(trial.division.meshes):
+        return None
+    assert task.operators is not None
+    request, outcome = outcome_of(trial, views, least_seconds(alone, task.operators))
+    simulation = request.simulate(outcome.plan, MOST_MOVES) if options.timeline else None
+    recorded = recorded_options(options, request.footprints is not None)
+    plan = outcome.plan.model_copy(update={"asked": recorded, "batch_size": task.batch_size})
+    others = best.outcome
+    outcome = replace(outcome, plan=plan, schedules=others.schedules, notes=others.notes)
+    changed = replace(task, request=request, views=views, division=trial.division)
+    return Planning(options, changed, outcome, simulation)
 
 
 def _at_least(request: Request) -> float:

@@ -16,6 +16,7 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
+from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
 from pipedream.optimizer.cli.inputs import graph_of, has_profile, operators_of, profile_of
 from pipedream.optimizer.cli.options import Options
@@ -27,9 +28,17 @@ from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.split import Split, split_of
 from pipedream.optimizer.sharding.accounting import accounting, kept_bytes
+from pipedream.optimizer.sharding.boundaries import Boundaries
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.optimizer.sharding.table import notes
-from pipedream.optimizer.sharding.team_graph import expand, team_footprints, team_graph
+from pipedream.optimizer.sharding.team_graph import (
+    DividedStage,
+    expand,
+    of_leaders,
+    team_footprints,
+    team_graph,
+)
+from pipedream.optimizer.sharding.views import Views
 from pipedream.optimizer.simulate.workload import UPDATE_RATE
 from pipedream.schedule.policy import uniform_updates
 
@@ -42,7 +51,9 @@ class Task:
     the graph was calibrated, newest last; `profiled`: the graph before that, and its `batch_size`,
     None if no profile says it; `any_schedule`: whether the user leaves it open; `operators`: of
     the graph, where they can be divided; `sharding`: of them on the mesh that each worker is; then
-    the graph, the footprints and the cluster of the request are those of a team.
+    the graph, the footprints and the cluster of the request are those of a team. `views`,
+    `division`: of a plan whose stages have meshes of their own; the figures of the request are
+    those of the division's stages.
     """
 
     request: Request
@@ -54,6 +65,8 @@ class Task:
     any_schedule: bool = False
     sharding: ModelSharding | None = None
     operators: OperatorProfile | None = None
+    views: Views | None = None
+    division: Division | None = None
 
     def on_mesh(self, mesh: Mesh, shards: Sequence[str], method: IntraOp) -> Task:
         """The same with workers that are meshes of devices. Raises UserError."""
@@ -70,17 +83,39 @@ class Task:
 
     def expanded(self, plan: Plan) -> Plan:
         """The plan with the devices of its teams, if it is for teams."""
-        if self.sharding is None:
+        if self.profile is None or not self.shardings:
             return plan
-        assert self.profile is not None
-        return expand(plan, self.sharding, self.profile, self.profiled)
+        if self.views is not None and self.division is not None:
+            return expand(plan, self.views.divided(self.division), self.profile, self.profiled)
+        assert self.sharding is not None
+        taken = Boundaries.of([self.sharding]).taken(plan.stage_of, [0] * len(plan.stages))
+        led = of_leaders(plan, self.sharding)
+        divided = [DividedStage(self.sharding, own) for own in taken]
+        return expand(led, divided, self.profile, self.profiled)
+
+    @property
+    def shardings(self) -> tuple[ModelSharding, ...]:
+        """What divides stages, each once."""
+        if self.views is None or self.division is None:
+            return () if self.sharding is None else (self.sharding,)
+        own = (self.views.views[mesh].sharding for mesh in sorted(set(self.division.meshes)))
+        return tuple(each for each in own if each is not None)
 
     @property
     def placement_notes(self) -> Mapping[str, str]:
-        """By node how its parameters are divided, with --mesh."""
-        if self.sharding is None or self.profile is None:
+        """By node how its parameters are divided."""
+        if self.profile is None:
             return {}
-        return notes(self.sharding, self.profile)
+        if self.views is None or self.division is None:
+            return {} if self.sharding is None else notes(self.sharding, self.profile)
+        found: dict[str, str] = {}
+        stage_of = self.views.stage_of(self.division)
+        for stage, mesh in enumerate(self.division.meshes):
+            sharding = self.views.views[mesh].sharding
+            if sharding is not None:
+                own = notes(sharding, self.profile).items()
+                found |= {name: text for name, text in own if stage_of[name] == stage}
+        return found
 
 
 def make_task(options: Options) -> Task:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from rich.table import Table
@@ -25,6 +25,7 @@ def sharding_table(plan: Plan, sharding: ModelSharding) -> Table:
     rows = [
         {"stage": str(stage.stage), "placed": placed, "parameters": ", ".join(names)}
         for stage in plan.stages
+        if stage.mesh == sharding.mesh
         for placed, names in _by_placement(stage).items()
     ]
     mesh = " x ".join(map(str, sharding.mesh))
@@ -39,9 +40,10 @@ def traffic_table(plan: Plan, sharding: ModelSharding) -> Table:
     """What the devices of a worker send to each other, by stage and collective."""
     nodes = sharding.profile.nodes
     stage_of = {v: plan.stage_of[nodes[call]] for v, call in sharding.call_of.items()}
+    on_mesh = {stage.stage for stage in plan.stages if stage.mesh == sharding.mesh}
     groups: dict[tuple[int, str, str], list[Redistribution]] = {}
     for each in redistributions(sharding.assignment):
-        if each.bytes:
+        if each.bytes and stage_of[each.value] in on_mesh:
             key = stage_of[each.value], str(each.often), _words(each)
             groups.setdefault(key, []).append(each)
     rows = [
@@ -60,17 +62,25 @@ def traffic_table(plan: Plan, sharding: ModelSharding) -> Table:
     return table_of(title, caption, rows, wrapped=("per", "collective"))
 
 
-def beside(tried: Mapping[Mesh, float], alone: float, sharding: ModelSharding | None) -> str:
-    """What plans with and without meshes take, in words; `sharding`: of the plan that was chosen,
-    `alone`: seconds with workers of one device, infinite if there is no such plan.
+def beside(
+    tried: Mapping[Mesh, float],
+    alone: float,
+    shardings: Sequence[ModelSharding],
+    seconds: float | None,
+) -> str:
+    """What plans with and without meshes take, in words; `shardings`: of the plan that was chosen,
+    which takes so many `seconds` if it is none of one mesh for all; `alone`: seconds with workers
+    of one device, infinite if there is no such plan.
     """
     shown = {" x ".join(map(str, mesh)): show_seconds(seconds) for mesh, seconds in tried.items()}
     others = ", ".join(f"{mesh}: {seconds}" for mesh, seconds in shown.items())
-    if sharding is None:
+    if not shardings:
         return f"Workers that are meshes of devices would not be faster ({others})."
     what = "no plan fits" if alone == inf else show_seconds(alone)
-    text = f"Workers of one device: {what}; of meshes of devices: {others}."
-    return f"{text} {proof(sharding)}"
+    text = f"Workers of one device: {what}; of meshes of devices, the same in all stages: {others}"
+    if seconds is not None:
+        text += f"; the best of each stage: {show_seconds(seconds)}"
+    return " ".join((f"{text}.", *dict.fromkeys(map(proof, shardings))))
 
 
 def proof(sharding: ModelSharding) -> str:
@@ -78,10 +88,11 @@ def proof(sharding: ModelSharding) -> str:
     found = sharding.found
     if found is None:
         return ""
+    mesh = " x ".join(map(str, sharding.mesh))
     if found.gap == 0.0:
-        return "No other division of the whole model's operators on this mesh is faster."
+        return f"No other division of the whole model's operators on {mesh} devices is faster."
     return (
-        "Another division of the whole model's operators on this mesh may be faster, by"
+        f"Another division of the whole model's operators on {mesh} devices may be faster, by"
         f" {100 * found.gap:.1f} % at most."
     )
 

@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.placements.placement import Placements, show_placements
 from pipedream.graph.placements.regions import held_region
 from pipedream.graph.placements.requests import PlacementTexts
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.profile import Footprint, Profile
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.sharding.assignment import redistributions
 from pipedream.sharding.planned import strategy_texts
+
+
+class DividedStage(NamedTuple):
+    """A stage with what divides it, None for workers of one device; `taken`: as `Boundaries.taken`
+    has it.
+    """
+
+    sharding: ModelSharding | None
+    taken: Mapping[str, Placements]
 
 
 def team_graph(graph: Graph, profile: Profile, sharding: ModelSharding) -> Graph:
@@ -57,31 +67,46 @@ def team_footprints(
     }
 
 
-def expand(plan: Plan, sharding: ModelSharding, profile: Profile, whole: Graph) -> Plan:
-    """Of a plan whose ranks are teams: the ranks of their devices, and placements of parameters.
-    `whole`: the graph before it was divided, which says what one worker takes.
+def expand(plan: Plan, stages: Sequence[DividedStage], profile: Profile, whole: Graph) -> Plan:
+    """Of a plan whose ranks lead the devices of a mesh: the ranks of all devices, and placements of
+    all that is divided. `whole`: the graph before it was divided, which says what one worker takes.
     """
-    count = sharding.devices
-    rate, stages = sharding.flops_per_second, []
-    for stage in plan.stages:
-        names = {name for node in stage.nodes for name in profile.node[node].parameters}
-        parameters = {
-            name: show_placements(placements)
-            for name, placements in sharding.parameters.items()
-            if name in names
-        }
-        ranks = tuple(count * team + device for team in stage.ranks for device in range(count))
-        texts = PlacementTexts(
-            parameters=parameters,
-            flops_per_second=rate,
-            operators=strategy_texts(sharding.assignment, sharding.profile.nodes, set(stage.nodes)),
-        )
-        changed = {"ranks": ranks, "mesh": sharding.mesh, "placements": texts}
-        stages.append(stage.model_copy(update=changed))
-    seconds = sum(node.compute_seconds for node in whole.nodes.values()) / sharding.speed
+    found = [_expanded(stage, own, profile) for stage, own in zip(plan.stages, stages, strict=True)]
+    speed = plan.cluster.device(0).speed
+    seconds = sum(node.compute_seconds for node in whole.nodes.values()) / speed
     predicted = plan.predicted.model_copy(update={"one_worker_seconds": seconds})
-    fields = {"cluster": sharding.cluster, "stages": tuple(stages), "predicted": predicted}
+    fields = {"stages": tuple(found), "predicted": predicted}
     return Plan.model_validate(plan.model_copy(update=fields).model_dump())
+
+
+def of_leaders(plan: Plan, sharding: ModelSharding) -> Plan:
+    """A plan whose ranks are teams, on the cluster of their devices: a team is its first device."""
+    count = sharding.devices
+    stages = tuple(
+        stage.model_copy(update={"ranks": tuple(count * team for team in stage.ranks)})
+        for stage in plan.stages
+    )
+    return plan.model_copy(update={"cluster": sharding.cluster, "stages": stages})
+
+
+def _expanded(stage: Stage, divided: DividedStage, profile: Profile) -> Stage:
+    sharding = divided.sharding
+    if sharding is None:
+        return stage
+    names = {name for node in stage.nodes for name in profile.node[node].parameters}
+    parameters = {
+        name: show_placements(placements)
+        for name, placements in sharding.parameters.items()
+        if name in names
+    }
+    texts = PlacementTexts(
+        parameters=parameters,
+        flops_per_second=sharding.flops_per_second,
+        operators=strategy_texts(sharding.assignment, sharding.profile.nodes, set(stage.nodes)),
+        received={node: show_placements(each) for node, each in divided.taken.items()},
+    )
+    ranks = tuple(leader + device for leader in stage.ranks for device in range(sharding.devices))
+    return stage.model_copy(update={"ranks": ranks, "mesh": sharding.mesh, "placements": texts})
 
 
 def _work_shares(sharding: ModelSharding) -> dict[tuple[str, bool], float]:

@@ -13,6 +13,7 @@ from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.sharding.boundaries import Boundaries
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
+from pipedream.optimizer.sharding.team_graph import DividedStage
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class Views:
                 name: (of_node[name].footprints or {})[name] for name in self.request.footprints
             }
         return self.request.priced_as(self.request.graph.with_figures(nodes), footprints)
+
+    def divided(self, division: Division) -> list[DividedStage]:
+        """What divides its stages."""
+        taken = self.boundaries.taken(self.stage_of(division), division.meshes)
+        own = (self.views[mesh].sharding for mesh in division.meshes)
+        return [DividedStage(*pair) for pair in zip(own, taken, strict=True)]
 
     def stage_of(self, division: Division) -> dict[str, int]:
         """The stage of each node of the graph."""

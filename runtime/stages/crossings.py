@@ -1,7 +1,7 @@
 """How the values that a stage exchanges with others lie on the devices of either side.
 
 All ranks find the same from the plan and the captured model. A value comes to a stage as its plan
-places it (`input 0`), whole by default. It leaves the stage before as it is to come, if the meshes
+says (by the node that makes it, or as `input 0`), whole by default. It leaves the stage before as it is to come, if the meshes
 of the two are alike, so that nothing has to be gathered for it; else it leaves whole.
 """
 
@@ -107,10 +107,12 @@ def _taken(captured: Captured, stage: Stage, interface: StageInterface) -> dict[
     """Returns how a stage takes the values whose places its plan says."""
     if stage.mesh is None or stage.placements is None:
         return {}
+    by_node = stage.placements.taken(len(stage.mesh))
     requested = stage.placements.requests(len(stage.mesh)).values
     numbers = [name for name in requested if name.startswith("input ")]
     inputs = interface.build(captured).inputs if numbers else ()
-    return {
+    values = (value for own in interface.receives.values() for value in own)
+    return {each.name: by_node[each.node] for each in values if each.node in by_node} | {
         name: requested[f"input {number}"]
         for number, name in enumerate(inputs)
         if f"input {number}" in requested

@@ -1,0 +1,80 @@
+"""What no plan takes less than, however its operators are divided: the certificate of a plan whose
+stages may be meshes. An all-reduce of replicas is no floor then: a divided parameter needs none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+from pipedream.graph.placements.operators import Operator, OperatorProfile, TensorType
+from pipedream.optimizer.search.request import Request
+from pipedream.sharding.local_times import LocalTimes
+
+
+def least_seconds(request: Request, profile: OperatorProfile) -> float:
+    """Seconds per minibatch of all work, shared out evenly among all devices. `request`: for single
+    devices.
+    """
+    cluster, graph = request.cluster, request.graph
+    speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
+    shares = _node_shares(profile)
+    seconds = (
+        graph.nodes[name].compute_seconds * shares.get(name, 1.0) for name in request.planning.names
+    )
+    return sum(seconds) / speeds
+
+
+def _node_shares(profile: OperatorProfile) -> dict[str, float]:
+    """By node: what all devices together take at least, in what one takes. Less than 1 only where a
+    divided operator was measured to take less than its part.
+    """
+    times, shares = LocalTimes.of(profile.local_seconds), dict[str, float]()
+    least = lru_cache(maxsize=None)(lambda operator: _share(operator, times.seconds))
+    for call in profile.graph.calls if times.seconds else ():
+        node = profile.nodes[call.name]
+        shares[node] = min(shares.get(node, 1.0), least(call.operator))
+    return shares
+
+
+def _share(operator: Operator, seconds: Mapping[Operator, float]) -> float:
+    """The least that an operator's parts take together. The devices of a division are no fewer than
+    the parts of any of its tensors, so this is a bound also where the division is not known.
+    """
+    whole = seconds.get(operator)
+    if not whole:
+        return 1.0
+    parts = (
+        own / whole * _devices(operator, local)
+        for local, own in seconds.items()
+        if local.target == operator.target and _is_part(local, operator)
+    )
+    return min(1.0, *parts)
+
+
+def _tensors(operator: Operator) -> list[TensorType | None]:
+    return [*operator.inputs, *operator.outputs]
+
+
+def _is_part(local: Operator, whole: Operator) -> bool:
+    pairs = list(zip(_tensors(local), _tensors(whole), strict=False))
+    return len(_tensors(local)) == len(_tensors(whole)) and all(
+        (one is None) == (other is None)
+        and (one is None or other is None or _fits(one.shape, other.shape))
+        for one, other in pairs
+    )
+
+
+def _fits(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(part) == len(whole) and all(a <= b for a, b in zip(part, whole, strict=True))
+
+
+def _devices(whole: Operator, local: Operator) -> float:
+    """Into how many parts a tensor is divided at least."""
+    ratios = (
+        math.prod(one.shape) / math.prod(own.shape)
+        for one, own in zip(_tensors(whole), _tensors(local), strict=True)
+        if one is not None and own is not None and math.prod(own.shape)
+    )
+    return max(ratios, default=1.0)
