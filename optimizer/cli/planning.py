@@ -21,7 +21,7 @@ from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.sharding.least_work import least_seconds
-from pipedream.optimizer.sharding.mesh_search import best_division, outcome_of, start
+from pipedream.optimizer.sharding.mesh_search import MeshTrials, best_division, outcome_of, start
 from pipedream.optimizer.sharding.meshes import are_alike, meshes
 from pipedream.optimizer.sharding.table import beside
 from pipedream.optimizer.sharding.views import Views
@@ -139,7 +139,8 @@ def _mixed(
     starts = [start(plan, number, views) for number, plan in enumerate(plans, start=1)]
     if not isinstance(plain, UserError):
         starts.append(start(plain.outcome.plan, 0, views))
-    trial = best_division(views, starts)
+    trials = MeshTrials(views)
+    trial = best_division(trials, starts)
     if trial is None or not any(trial.division.meshes):
         return None
     assert task.operators is not None
@@ -148,7 +149,13 @@ def _mixed(
     recorded = recorded_options(options, request.footprints is not None)
     plan = outcome.plan.model_copy(update={"asked": recorded, "batch_size": task.batch_size})
     others = best.outcome
-    outcome = replace(outcome, plan=plan, schedules=others.schedules, notes=others.notes)
+    outcome = replace(
+        outcome,
+        plan=plan,
+        schedules=others.schedules,
+        notes=others.notes,
+        considered=trials.plans + sum(each.outcome.considered for each in found),
+    )
     changed = replace(task, request=request, views=views, division=trial.division)
     return Planning(options, changed, outcome, simulation)
 

@@ -4,7 +4,6 @@ stages may be meshes. An all-reduce of replicas is no floor then: a divided para
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -72,9 +71,10 @@ def _fits(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 def _devices(whole: Operator, local: Operator) -> float:
     """Into how many parts a tensor is divided at least."""
+    pairs = zip(_tensors(whole), _tensors(local), strict=True)
     ratios = (
-        math.prod(one.shape) / math.prod(own.shape)
-        for one, own in zip(_tensors(whole), _tensors(local), strict=True)
-        if one is not None and own is not None and math.prod(own.shape)
+        one.bytes / own.bytes
+        for one, own in pairs
+        if one is not None and own is not None and own.bytes
     )
     return max(ratios, default=1.0)

@@ -51,9 +51,9 @@ def start(plan: Plan, mesh: int, views: Views) -> Division:
     return found._replace(ranks=ranks, meshes=(mesh,) * len(ranks))
 
 
-def best_division(views: Views, starts: Sequence[Division]) -> Trial | None:
+def best_division(trials: MeshTrials, starts: Sequence[Division]) -> Trial | None:
     """The fastest division found from these; None if none of them can be simulated and fits."""
-    trials, request = MeshTrials(views), views.request
+    views, request = trials.views, trials.request
     tried = (trials.tried(division) for division in starts)
     fitting = [trial for trial in tried if trial is not None and trial.fits]
     if not fitting:

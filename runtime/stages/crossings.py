@@ -1,8 +1,9 @@
 """How the values that a stage exchanges with others lie on the devices of either side.
 
 All ranks find the same from the plan and the captured model. A value comes to a stage as its plan
-says (by the node that makes it, or as `input 0`), whole by default. It leaves the stage before as it is to come, if the meshes
-of the two are alike, so that nothing has to be gathered for it; else it leaves whole.
+says (by the node that makes it, or as `input 0`), whole by default. It leaves the stage before as
+it is to come, if the meshes of the two are alike, so that nothing has to be gathered for it; else
+it leaves whole.
 """
 
 from __future__ import annotations

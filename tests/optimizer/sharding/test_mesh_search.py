@@ -1,0 +1,203 @@
+"""Plans whose stages have different meshes: what they are said to take, the search for the best of
+them against all one by one, and what they learn in a run.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+from commands import typed
+from sharded_results import assert_equal
+from sharded_runs import write_config
+from training import run_jobs
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.placements.placement import Mesh
+from pipedream.graph.plan import read_plan, write_plan
+from pipedream.optimizer.choose.chooser import choose
+from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.cli.task import Task, make_task
+from pipedream.optimizer.sharding.least_work import least_seconds
+from pipedream.optimizer.sharding.mesh_search import MeshTrials, best_division, outcome_of, start
+from pipedream.optimizer.sharding.mesh_steps import MeshSteps, Team
+from pipedream.optimizer.sharding.views import Views
+from pipedream.runtime.run.job import Job
+
+
+def profiled(folder: Path, model: str, **changes: object) -> None:
+    write_config(folder, model, microbatches=2, evaluate_every=None, **changes)
+    done = typed(folder, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
+    assert done.code == 0, done.error
+
+
+def task_of(folder: Path, machines: str, bandwidth: str, count: int = 2) -> Task:
+    return make_task(
+        Options(
+            graph=folder / "graph.txt",
+            machines=machines,
+            bandwidth=bandwidth,
+            schedule="flush",
+            microbatches=count,
+        )
+    )
+
+
+def views_of(task: Task, meshes: tuple[Mesh, ...]) -> Views:
+    found = []
+    for mesh in meshes:
+        try:
+            on_mesh = task.on_mesh(mesh, (), "exact")
+        except UserError:  # nothing is worth dividing
+            continue
+        assert on_mesh.sharding is not None
+        found.append((on_mesh.sharding, on_mesh.request))
+    return Views.of(task.request, found)
+
+
+def with_teams(views: Views, ends: tuple[int, ...], teams: tuple[Team, ...]) -> Division | None:
+    sizes = [view.devices for view in views.views]
+    steps = MeshSteps(views.request.planning, views.request.cluster, sizes)
+    downsets = (*((1 << end) - 1 for end in ends), (1 << len(views.request.planning)) - 1)
+    return steps.placed(downsets, teams)
+
+
+@pytest.mark.slow
+def test_one_mesh_for_all_takes_what_teams_take(tmp_path: Path) -> None:
+    """Where nothing crosses it is the plan that --mesh makes, on another cluster."""
+    profiled(tmp_path, "Separate", dtype="float32")
+    task = task_of(tmp_path, "4", "10GB")
+    teams = task.on_mesh((2,), (), "exact")
+    planned = choose(teams.request).plan
+    assert len(planned.stages) == 1, "data parallelism is fastest on such links"
+    views = views_of(task, ((2,),))
+    division = start(planned, 1, views)
+    assert division.ranks == ((0, 2),)
+    trial = MeshTrials(views).tried(division)
+    assert trial is not None
+    assert planned.predicted.simulated is not None
+    said = planned.predicted.simulated.seconds_per_minibatch
+    assert trial.simulated == pytest.approx(said, rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def perceptron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("perceptron")
+    profiled(folder, "Perceptron", dtype="float32")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.one_in(40)
+@pytest.mark.parametrize("seed", range(200))
+def test_the_search_finds_the_best_of_all(perceptron: Path, seed: int) -> None:
+    """Over cuts between layers, meshes and replicas of up to three stages."""
+    chance = random.Random(seed)
+    machines = chance.choice(["2", "4", "2,2", "6"])
+    bandwidth = ",".join(f"{10 ** chance.uniform(7, 11):.0f}" for _ in machines.split(","))
+    task = task_of(perceptron, machines, bandwidth, chance.choice([2, 4, 8]))
+    views = views_of(with_times(task, chance), ((2,), (4,), (2, 2)))
+    trials = MeshTrials(views)
+    every = [trial.seconds for each in all_divisions(views) if (trial := trials.settle(each))]
+    found = best_division(MeshTrials(views), list(starts(views)))
+    assert found is not None
+    assert found.seconds <= min(every) * (1 + 1e-9)
+
+
+def with_times(task: Task, chance: random.Random) -> Task:
+    """The task with other times of nodes and operators, the same on average."""
+    assert task.operators is not None
+    factors = {name: 4 ** chance.uniform(-1, 1) for name in task.request.graph.nodes}
+    nodes = {
+        name: replace(
+            node,
+            forward_seconds=node.forward_seconds * factors[name],
+            backward_seconds=node.backward_seconds * factors[name],
+        )
+        for name, node in task.request.graph.nodes.items()
+    }
+    seconds = {
+        call: taken * factors[task.operators.nodes[call]]
+        for call, taken in task.operators.seconds.items()
+    }
+    graph = replace(task.request.graph, nodes=nodes)
+    operators = task.operators.model_copy(update={"seconds": seconds})
+    return replace(task, request=replace(task.request, graph=graph), operators=operators)
+
+
+def starts(views: Views) -> Iterator[Division]:
+    """All devices on each mesh, in one stage."""
+    for mesh, view in enumerate(views.views):
+        count = views.request.cluster.devices // view.devices
+        found = with_teams(views, (), (Team(mesh, count),))
+        if found is not None:
+            yield found
+
+
+def all_divisions(views: Views) -> Iterator[Division]:
+    nodes = len(views.request.planning)
+    counts = range(1, views.request.cluster.devices + 1)
+    teams = [Team(mesh, count) for mesh in range(len(views.views)) for count in counts]
+    for stages in (1, 2, 3):
+        for ends in combinations(range(1, nodes), stages - 1):
+            for chosen in product(teams, repeat=stages):
+                found = with_teams(views, ends, chosen)
+                if found is not None:
+                    yield found
+
+
+@pytest.mark.slow
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("model", "teams"),
+    [
+        ("Separate", (Team(0, 2), Team(1, 1))),
+        ("Separate", (Team(1, 1), Team(0, 1))),
+        ("Fused", (Team(1, 1), Team(1, 1))),
+        ("VGG", (Team(0, 1), Team(1, 1), Team(0, 1))),
+        ("resnet18", (Team(1, 1), Team(1, 1))),
+    ],
+)
+def test_learns_what_the_plain_model_does(
+    tmp_path: Path, model: str, teams: tuple[Team, ...]
+) -> None:
+    """Values cross between stages of different meshes, and of the same one in parts."""
+    profiled(tmp_path, model)
+    task = task_of(tmp_path, "6", "1TB")
+    views = views_of(task, ((2,), (4,)))
+    nodes, count = len(views.request.planning), len(teams)
+    division = with_teams(views, tuple(nodes * k // count for k in range(1, count)), teams)
+    assert division is not None
+    trial = MeshTrials(views).try_out(division)
+    assert trial is not None
+    assert task.operators is not None
+    request, outcome = outcome_of(trial, views, least_seconds(task.request, task.operators))
+    changed = replace(task, request=request, views=views, division=division)
+    plan = changed.expanded(outcome.plan.model_copy(update={"batch_size": task.batch_size}))
+    write_plan(plan, tmp_path / "plan.json")
+    done = typed(
+        tmp_path,
+        ["pd-optimize", "graph.txt", "--machines", "1", "--bandwidth", "1GB", "-o", "alone"],
+    )
+    assert done.code == 0, done.error
+    changes = {"optimizer": {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}}
+    config = write_config(tmp_path, model, microbatches=2, evaluate_every=None, **changes)
+    plans = {
+        "meshes": read_plan(tmp_path / "plan.json"),
+        "one": read_plan(tmp_path / "alone/plan.json"),
+    }
+    jobs = [
+        Job(each, config, tmp_path, tmp_path / name, schedule="flush", epochs=1)
+        for name, each in plans.items()
+    ]
+    for job in jobs:
+        job.check()
+    run_jobs(jobs)
+    assert_equal(tmp_path / "meshes", tmp_path / "one")
+    assert "mesh" in json.loads((tmp_path / "plan.json").read_text())["stages"][teams[0].mesh == 0]
