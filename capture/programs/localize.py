@@ -67,7 +67,7 @@ def localize(
     return _Localizer(joint, assignment, device, move, boundary).run()
 
 
-class _Redistribution:
+class Redistribution:
     """A node's target: redistributes a local tensor."""
 
     def __init__(self, move: Move, shape: tuple[int, ...], steps: Sequence[Step]) -> None:
@@ -197,7 +197,7 @@ class _Localizer:
             source, type_ = self._initial(value), self.types[value]
             steps = steps_between(type_, self.assignment.mesh, source, target)
             before = self.known[value, source]
-            run = _Redistribution(self.move, type_.shape, steps)
+            run = Redistribution(self.move, type_.shape, steps)
             placed = self.graph.call_function(run, (before,))
             placed.meta["val"] = self._local(before.meta["val"], value, target)
             self.known[value, target] = placed

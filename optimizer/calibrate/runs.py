@@ -74,6 +74,11 @@ class CalibrationRun:
                 f"{said}: trained with --device {device}, and {path} was measured with --device"
                 f" {profile.machine.device}: run pd-profile with --device {device}"
             )
+        if any(stage.mesh is not None for stage in plan.stages):
+            raise UserError(
+                f"{said}: its stages were on meshes of devices, whose passes have messages within"
+                " them that are not timed apart: give a run of a plan made with --intra-op none"
+            )
         if plan.order not in (None, *ORDERS):
             raise UserError(f"{said}: order {plan.order!r} is not known: {', '.join(ORDERS)}")
         for rank in self.measured.ranks:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.model import Graph
+from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Quartiles, TrainingOverheads
 from pipedream.graph.tables import print_table
@@ -67,8 +68,8 @@ def _change(before: float, after: float) -> str:
     return f"{show_seconds(after)} in place of {show_seconds(before)}"
 
 
-def _split(plan: Plan) -> list[tuple[frozenset[str], int, bool]]:
-    return [(frozenset(stage.nodes), stage.replicas, stage.recompute) for stage in plan.stages]
+def _split(plan: Plan) -> list[tuple[frozenset[str], int, bool, Mesh | None]]:
+    return [(frozenset(s.nodes), s.replicas, s.recompute, s.mesh) for s in plan.stages]
 
 
 def print_runs(

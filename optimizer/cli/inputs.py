@@ -49,8 +49,13 @@ def has_profile(options: Options) -> bool:
 
 
 def operators_of(options: Options) -> OperatorProfile | None:
-    """The operators that came with the graph; None if there are none. Raises UserError."""
+    """The operators that came with the graph, or with the profile of an earlier plan; None if there
+    are none. Raises UserError.
+    """
     if isinstance(options.graph, ModelInMemory):
         return options.graph.operators
-    path = options.graph.with_name("operators.json")
-    return read_operators(path) if path.exists() else None
+    for beside in (options.graph, options.profile_path):
+        path = beside.with_name("operators.json")
+        if path.exists():
+            return read_operators(path)
+    return None

@@ -14,22 +14,27 @@ from pipedream.graph.plan import Plan, plan_text
 from pipedream.graph.profile import BATCH_SIZES_TABLE
 from pipedream.graph.tables import print_line, print_table
 from pipedream.graph.timeline import Panel, chrome_text, memory_png, panels_png
+from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.calibrate.price_plan import price_plan
 from pipedream.optimizer.calibrate.verdict import Verdict, print_runs, print_verdict
 from pipedream.optimizer.cli.planning import Planning
 from pipedream.optimizer.cli.task import Task
 from pipedream.optimizer.compare.batch_sizes import Choices, choices_frame, print_choices
 from pipedream.optimizer.compare.comparison import (
+    as_contender,
     compare,
     comparison_frame,
     comparison_png,
     comparison_table,
+    on_single_devices,
 )
 from pipedream.optimizer.compare.sweep import sweep, sweep_frame, sweep_png, sweep_table
 from pipedream.optimizer.export.frameworks import export
 from pipedream.optimizer.report.plan_report import print_report
-from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.sharding.table import sharding_table, traffic_table
+from pipedream.optimizer.report.tables import show_meshes
+from pipedream.optimizer.sharding.axes import axis_words
+from pipedream.optimizer.sharding.model_sharding import ModelSharding
+from pipedream.optimizer.sharding.table import heaviest_table, sharding_table, traffic_table
 from pipedream.optimizer.simulate.simulation import Simulation
 
 
@@ -56,9 +61,9 @@ def sections(planning: Planning) -> Iterator[Section]:
     for framework in options.export:
         yield from _export(framework, plan, task)
     if task.numbers is not None:
-        yield _sweep(task.request, task.numbers)
+        yield _sweep(planning, task.numbers)
     if options.compare:
-        yield _compare(task.request, options.microbatches, plan)
+        yield _compare(planning)
     if planning.choices is not None:
         yield from _choices(planning.choices)
     yield next_step(plan, "" if task.profile is None else task.profile.model)
@@ -68,7 +73,7 @@ def _report(planning: Planning) -> Section:
     """Makes the report of the plan: plan.json, graph.txt and pictures."""
     task, outcome, simulation = planning.task, planning.outcome, planning.simulation
     plan, request = outcome.plan, task.request
-    whole = task.profiled if task.shardings else request.graph
+    whole = task.of_devices.graph
     modules = None if task.profile is None else task.profile.modules
     staged = _on_devices(request.graph.with_stages(plan.stage_of), plan)
     suffix, image = picture(staged, modules=modules, notes=task.placement_notes)
@@ -78,13 +83,18 @@ def _report(planning: Planning) -> Section:
         f"graph{suffix}": image,
         f"graph{OTHER[suffix]}": None,
     }
-    pictures = {} if simulation is None else _timelines(simulation, plan, request.left_for_model)
+    pictures: dict[str, bytes] = {}
+    if planning.options.timeline and simulation is not None:
+        pictures = _timelines(simulation, plan, request.left_for_model)
 
     def show(console: Console) -> None:
         print_report(outcome, request.graph, console, task.profile)
         for sharding in task.shardings:
             print_table(console, sharding_table(plan, sharding))
             print_table(console, traffic_table(plan, sharding))
+            _print_heaviest(task, sharding, plan, console)
+        if task.shardings:
+            _print_alone(task, plan, console)
         if task.runs:
             _judge(task, plan, console)
 
@@ -112,7 +122,9 @@ def _on_devices(graph: Graph, plan: Plan) -> Graph:
 
 
 def _timelines(simulation: Simulation, plan: Plan, memory: float | None) -> dict[str, bytes]:
-    events, curves = simulation.events, simulation.memory
+    rank_of = simulation.rank_of(plan)
+    events = {device: simulation.events[rank] for device, rank in rank_of.items()}
+    curves = {device: simulation.memory[rank] for device, rank in rank_of.items()}
     stages = [stage.ranks for stage in plan.stages]
     title = "memory of each rank, simulated"
     return {
@@ -122,9 +134,35 @@ def _timelines(simulation: Simulation, plan: Plan, memory: float | None) -> dict
     }
 
 
+def _print_heaviest(task: Task, sharding: ModelSharding, plan: Plan, console: Console) -> None:
+    """Prints what takes longest on a mesh, and what its axes are for."""
+    assert task.profile is not None
+    print_table(console, heaviest_table(plan, sharding, task.profile))
+    stages = (stage for stage in plan.stages if stage.mesh == sharding.mesh)
+    nodes = {node for stage in stages for node in stage.nodes}
+    mesh = " x ".join(map(str, sharding.mesh))
+    print_line(console, f"Mesh {mesh}: {axis_words(sharding, task.profile, nodes)}.")
+
+
+def _print_alone(task: Task, plan: Plan, console: Console) -> None:
+    """Prints what the same stages take without meshes."""
+    if plan.order is not None or not task.request.cost_model.prices_plans:
+        return
+    whole = on_single_devices(plan, task.of_devices)
+    seconds = whole.seconds if whole.simulated is None else whole.simulated
+    if whole.plan is None or seconds is None or whole.memory is None:
+        print_line(console, f"The same stages without meshes: {whole.problem}")
+    else:
+        print_line(
+            console,
+            f"The same stages without meshes, a replica on each device: {show_seconds(seconds)} per"
+            f" minibatch, {show_bytes(whole.memory)} on the fullest.",
+        )
+
+
 def _judge(task: Task, plan: Plan, console: Console) -> None:
     """Prints the runs, and compares the newest run's plan with this one."""
-    run, request = task.runs[-1], task.request
+    run, request = task.runs[-1], task.of_devices
     print_runs(task.runs, task.profiled, request.overheads, console)
     now = price_plan(run.measured.plan, request)
     print_verdict(Verdict(run, now, plan), console)
@@ -132,13 +170,11 @@ def _judge(task: Task, plan: Plan, console: Console) -> None:
 
 def _export(framework: str, plan: Plan, task: Task) -> Iterator[Section]:
     assert task.profile is not None
-    exported = export(framework, plan, task.request.graph, task.profile)
+    exported = export(framework, plan, task.request.graph, task.profile, task.shapes)
     stem = f"export-{framework}"
-    csv = "" if exported.csv is None else f", {stem}.csv"
-    yield Section(
-        files=exported.files(stem),
-        named=lambda folder: f"Exported: {folder / stem}.json{csv}",
-    )
+    files = exported.files(stem)
+    names = ", ".join(name for name, content in files.items() if content is not None)
+    yield Section(files=files, named=lambda folder: f"Exported: {folder / names}")
     yield _lines(*(f"  {note}" for note in exported.notes))
 
 
@@ -150,8 +186,8 @@ def _lines(*lines: str) -> Section:
     return Section(show)
 
 
-def _sweep(request: Request, numbers: range) -> Section:
-    frame = sweep_frame(list(sweep(request, numbers)))
+def _sweep(planning: Planning, numbers: range) -> Section:
+    frame = sweep_frame(list(sweep(planning.task.of_devices, numbers, planning.planned_for)))
     return Section(
         lambda console: print_table(console, sweep_table(frame)),
         {"sweep.csv": frame.to_csv(index=False).encode(), "sweep.png": sweep_png(frame)},
@@ -159,9 +195,19 @@ def _sweep(request: Request, numbers: range) -> Section:
     )
 
 
-def _compare(request: Request, microbatches: int | None, chosen: Plan) -> Section:
-    count = microbatches or 4 * request.cluster.devices
-    contenders = compare(request, count, chosen)
+def _compare(planning: Planning) -> Section:
+    request, plan = planning.task.of_devices, planning.outcome.plan
+    count = planning.options.microbatches or 4 * request.cluster.devices
+    others = planning.other_workers
+    if others or planning.task.shardings:
+        named = {"this plan": planning, **{_workers(each): each for each in others}}
+        first = [
+            as_contender(name, each.outcome.plan, each.simulation, request)
+            for name, each in named.items()
+        ]
+        contenders = compare(request, count, None, first)
+    else:
+        contenders = compare(request, count, plan)
     table = comparison_frame(contenders).to_csv(index=False).encode()
     timelines = comparison_png(contenders)
 
@@ -176,6 +222,12 @@ def _compare(request: Request, microbatches: int | None, chosen: Plan) -> Sectio
         {"compare.csv": table} | ({} if timelines is None else {"compare.png": timelines}),
         lambda folder: f"Written: {folder}/compare.csv, compare.png",
     )
+
+
+def _workers(planning: Planning) -> str:
+    """The workers of a plan, in words."""
+    mesh = show_meshes(planning.outcome.plan)
+    return f"workers of {mesh} devices" if mesh else "workers of one device"
 
 
 def _choices(choices: Choices) -> Iterator[Section]:
@@ -195,7 +247,8 @@ def next_step(plan: Plan, profiled: str) -> Section:
     is_config = profiled.endswith((".yaml", ".yml")) and Path(profiled).is_file()
     config = profiled if is_config else "CONFIG.yaml"
     hint = "1 stage: this is data parallelism; add --straight for a pipeline without replicas"
-    alone = len(plan.stages) == 1 and plan.stages[0].replicas > 1
+    first, *others = plan.stages
+    alone = not others and first.mesh is None and first.replicas > 1
     return replace(
         _lines(*([hint] if alone else [])),
         named=lambda folder: f"Next: pd-train {folder}/plan.json --config {config}",

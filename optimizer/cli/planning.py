@@ -16,7 +16,13 @@ from pipedream.optimizer.choose.tied import plan_shared
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.like import recorded_options
 from pipedream.optimizer.cli.options import Options
-from pipedream.optimizer.cli.task import Task, check_global_batch, make_task
+from pipedream.optimizer.cli.task import (
+    Task,
+    check_global_batch,
+    make_task,
+    parse_mesh,
+    with_fitting_mesh,
+)
 from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
@@ -35,7 +41,8 @@ _WORTH_A_MESH = 0.99
 @dataclass(frozen=True)
 class Planning:
     """The best plan for some options, and the task that it solves, under the schedule that was
-    chosen; the simulation if --timeline wants it; `choices`: by batch size, if there were several.
+    chosen; `simulation`: None if that takes too long; `choices`: by batch size, if there were
+    several; `others`: the best for other kinds of workers, if several were tried.
     """
 
     options: Options
@@ -43,6 +50,27 @@ class Planning:
     outcome: Outcome
     simulation: Simulation | None
     choices: Choices | None = None
+    others: tuple[Planning, ...] = ()
+
+    @property
+    def other_workers(self) -> tuple[Planning, ...]:
+        """The best for other kinds of workers; beside a mesh at least that of single devices, if
+        there is one.
+        """
+        if self.others or not self.task.shardings:
+            return self.others
+        with suppress(UserError):
+            return (_plan_workers(self.task.on_devices(), self.options),)
+        return ()
+
+    def planned_for(self, request: Request) -> Outcome:
+        """The outcome of the same task for workers of another cluster. Raises UserError."""
+        options = replace(self.options, timeline=False, compare=False)
+        alone = self.task.on_devices(request)
+        if options.mesh is None:
+            return plan_task(alone, options).outcome
+        on_mesh = alone.on_mesh(parse_mesh(options.mesh), options.shard, options.intra_op)
+        return plan_task(on_mesh, options).outcome
 
 
 def plan(options: Options) -> Planning:
@@ -51,11 +79,14 @@ def plan(options: Options) -> Planning:
     if isinstance(options.graph, Path) and (options.graph / "graph.txt").exists():
         options = replace(options, graph=options.graph / "graph.txt")
     if isinstance(options.graph, Path) and options.graph.is_dir():
-        planning = _plan_by_size(options, options.graph)
-    else:
-        planning = _plan(make_task(options), options)
-    task, outcome = planning.task, planning.outcome
-    return replace(planning, outcome=replace(outcome, plan=task.expanded(outcome.plan)))
+        return _plan_by_size(options, options.graph)
+    fitting = with_fitting_mesh(options)
+    planning = plan_task(make_task(fitting), fitting)
+    if fitting is options:
+        return planning
+    note = f"Teams of --mesh {options.mesh} do not divide the devices: other workers were planned."
+    noted = replace(planning.outcome, notes=(note, *planning.outcome.notes))
+    return replace(planning, outcome=noted)
 
 
 @contextmanager
@@ -71,7 +102,7 @@ def quick_collector() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _plan(task: Task, options: Options) -> Planning:
+def plan_task(task: Task, options: Options) -> Planning:
     """Plans with workers of one device, and on meshes where operators may be divided: the best."""
     if task.operators is None or task.sharding is not None:
         return _plan_workers(task, options)
@@ -118,7 +149,9 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
         lower_bound_seconds=min(bound, best.outcome.plan.predicted.lower_bound_seconds)
     )
     notes = (*outcome.notes, beside(tried, alone, best.task.shardings, seconds))
-    return replace(best, outcome=replace(outcome, notes=notes))
+    made = [*([] if isinstance(plain, UserError) else [plain]), *found]
+    others = tuple(each for each in made if each is not best)
+    return replace(best, outcome=replace(outcome, notes=notes), others=others)
 
 
 def _mixed(
@@ -145,7 +178,8 @@ def _mixed(
         return None
     assert task.operators is not None
     request, outcome = outcome_of(trial, views, least_seconds(alone, task.operators))
-    simulation = request.simulate(outcome.plan, MOST_MOVES) if options.timeline else None
+    most_moves = MOST_MOVES if options.timeline else QUICK_MOVES
+    simulation = request.simulate(outcome.plan, most_moves)
     recorded = recorded_options(options, request.footprints is not None)
     plan = outcome.plan.model_copy(update={"asked": recorded, "batch_size": task.batch_size})
     others = best.outcome
@@ -156,8 +190,8 @@ def _mixed(
         notes=others.notes,
         considered=trials.plans + sum(each.outcome.considered for each in found),
     )
-    changed = replace(task, request=request, views=views, division=trial.division)
-    return Planning(options, changed, outcome, simulation)
+    solved = replace(task, request=request, undivided=alone, views=views, division=trial.division)
+    return Planning(options, solved, solved.expanded(outcome), simulation)
 
 
 def _at_least(request: Request) -> float:
@@ -181,17 +215,14 @@ def _plan_workers(task: Task, options: Options) -> Planning:
         raise UserError(
             f"{named(options)}: not enough memory here to plan for so many devices; give fewer"
         ) from error
-    most_moves = MOST_MOVES if options.timeline else QUICK_MOVES
+    most_moves = MOST_MOVES if options.timeline or options.compare else QUICK_MOVES
     simulation = request.simulate(outcome.plan, most_moves)
     best = outcome.plan if simulation is None else simulation.noted_in(outcome.plan)
     recorded = recorded_options(options, request.footprints is not None)
     best = best.model_copy(update={"asked": recorded, "batch_size": task.batch_size})
-    return Planning(
-        options,
-        replace(task, request=request),
-        replace(outcome, plan=best, notes=(*notes, *outcome.notes)),
-        simulation if options.timeline else None,
-    )
+    solved = replace(task, request=request)
+    outcome = replace(outcome, plan=best, notes=(*notes, *outcome.notes))
+    return Planning(options, solved, solved.expanded(outcome), simulation)
 
 
 def _plan_by_size(options: Options, folder: Path) -> Planning:
@@ -204,7 +235,7 @@ def _plan_by_size(options: Options, folder: Path) -> Planning:
         if size not in tasks:
             return Choice(None, None, size, f"does not divide {options.global_batch}")
         try:
-            planned[size] = _plan(tasks[size][1], tasks[size][0])
+            planned[size] = plan_task(tasks[size][1], tasks[size][0])
         except UserError as error:
             return Choice(None, error.format_message(), size)
         return Choice(planned[size].outcome.plan, None, size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,8 +11,7 @@ from pipedream.graph.choices import DEFAULT_ORDER, IntraOp, ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import OperatorProfile
-from pipedream.graph.placements.placement import Mesh
-from pipedream.graph.plan import Plan
+from pipedream.graph.placements.placement import Mesh, device_count
 from pipedream.graph.profile import Profile
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
@@ -20,11 +19,13 @@ from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
 from pipedream.optimizer.cli.inputs import graph_of, has_profile, operators_of, profile_of
 from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.compare.comparison import with_whole_model
 from pipedream.optimizer.compare.sweep import check_sweep, parse_range
 from pipedream.optimizer.cost.memory import ROOM_ON_GPU
 from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL, CostModel
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.latency import Latency
+from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.split import Split, split_of
 from pipedream.optimizer.sharding.accounting import accounting, kept_bytes
@@ -51,9 +52,9 @@ class Task:
     the graph was calibrated, newest last; `profiled`: the graph before that, and its `batch_size`,
     None if no profile says it; `any_schedule`: whether the user leaves it open; `operators`: of
     the graph, where they can be divided; `sharding`: of them on the mesh that each worker is; then
-    the graph, the footprints and the cluster of the request are those of a team. `views`,
-    `division`: of a plan whose stages have meshes of their own; the figures of the request are
-    those of the division's stages.
+    the graph, the footprints and the cluster of the request are those of a team, and `undivided` is
+    the request for workers of one device. `views`, `division`: of a plan whose stages have meshes
+    of their own; the figures of the request are those of the division's stages.
     """
 
     request: Request
@@ -65,8 +66,26 @@ class Task:
     any_schedule: bool = False
     sharding: ModelSharding | None = None
     operators: OperatorProfile | None = None
+    undivided: Request | None = None
     views: Views | None = None
     division: Division | None = None
+
+    @property
+    def of_devices(self) -> Request:
+        """The request for workers of one device, under the schedule that was chosen."""
+        whole = self.undivided or self.request
+        return replace(whole, schedule=self.request.schedule)
+
+    def on_devices(self, request: Request | None = None) -> Task:
+        """The same with workers of one device, for another request if it is given."""
+        return replace(
+            self,
+            request=request or self.of_devices,
+            sharding=None,
+            undivided=None,
+            views=None,
+            division=None,
+        )
 
     def on_mesh(self, mesh: Mesh, shards: Sequence[str], method: IntraOp) -> Task:
         """The same with workers that are meshes of devices. Raises UserError."""
@@ -79,19 +98,25 @@ class Task:
             *(mesh, shards, self.operators, request.cluster, method),
             *(accounting(request, mesh), kept),
         )
-        return replace(self, request=_of_teams(request, self.profile, sharding), sharding=sharding)
+        teams = _of_teams(request, self.profile, sharding)
+        return replace(self, request=teams, sharding=sharding, undivided=request)
 
-    def expanded(self, plan: Plan) -> Plan:
-        """The plan with the devices of its teams, if it is for teams."""
+    def expanded(self, outcome: Outcome) -> Outcome:
+        """With the devices of its teams, and what the whole model takes on one device, if it is for
+        teams.
+        """
         if self.profile is None or not self.shardings:
-            return plan
+            return outcome
+        plan = outcome.plan
         if self.views is not None and self.division is not None:
-            return expand(plan, self.views.divided(self.division), self.profile, self.profiled)
-        assert self.sharding is not None
-        taken = Boundaries.of([self.sharding]).taken(plan.stage_of, [0] * len(plan.stages))
-        led = of_leaders(plan, self.sharding)
-        divided = [DividedStage(self.sharding, own) for own in taken]
-        return expand(led, divided, self.profile, self.profiled)
+            divided = self.views.divided(self.division)
+        else:
+            assert self.sharding is not None
+            taken = Boundaries.of([self.sharding]).taken(plan.stage_of, [0] * len(plan.stages))
+            divided = [DividedStage(self.sharding, own) for own in taken]
+            plan = of_leaders(plan, self.sharding)
+        found = replace(outcome, plan=expand(plan, divided, self.profile))
+        return with_whole_model(found, self.of_devices)
 
     @property
     def shardings(self) -> tuple[ModelSharding, ...]:
@@ -100,6 +125,12 @@ class Task:
             return () if self.sharding is None else (self.sharding,)
         own = (self.views.views[mesh].sharding for mesh in sorted(set(self.division.meshes)))
         return tuple(each for each in own if each is not None)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the whole parameters and buffers, where operators are known."""
+        inputs = () if self.operators is None else self.operators.graph.inputs
+        return {e.name: e.type.shape for e in inputs if e.role in ("parameter", "buffer")}
 
     @property
     def placement_notes(self) -> Mapping[str, str]:
@@ -166,7 +197,18 @@ def make_task(options: Options) -> Task:
     )
     if options.mesh is None:
         return task
-    return task.on_mesh(_mesh(options.mesh), options.shard, options.intra_op)
+    return task.on_mesh(parse_mesh(options.mesh), options.shard, options.intra_op)
+
+
+def with_fitting_mesh(options: Options) -> Options:
+    """Without the mesh of an earlier plan, where its teams do not divide the cluster that there is
+    now: then the best one is searched. Raises UserError.
+    """
+    if options.mesh is None or "mesh" in options.typed:
+        return options
+    if cluster_of(options).machines[0] % device_count(parse_mesh(options.mesh)) == 0:
+        return options
+    return replace(options, mesh=None, shard=())
 
 
 def _room(options: Options, profile: Profile | None) -> float:
@@ -235,8 +277,6 @@ def _operators(options: Options, graph: Graph, profile: Profile | None) -> Opera
     asked = _asks_for_operators(options)
     if options.intra_op == "none" or not (asked or _may_be_divided(options)):
         return None
-    if asked is not None:
-        _check_known_to_teams(options, asked)
     if profile is not None and profile.no_operators is not None and asked:
         raise UserError(
             f"{asked}: the model cannot run on a mesh: {profile.no_operators}; plan it without"
@@ -272,36 +312,15 @@ def _asks_for_operators(options: Options) -> str | None:
 
 
 def _may_be_divided(options: Options) -> bool:
-    """Whether --intra-op auto looks for shardings: not beside what knows no teams of devices, nor
-    where the user says what the stages are.
+    """Whether --intra-op auto looks for shardings: not where the user says what the stages are, or
+    takes another cost model.
     """
     given = (options.split, options.replicas, options.order, options.straight)
-    return not (any(_unknown_to_teams(options)) or any(given)) and options.cost_model in (
-        None,
-        DEFAULT_COST_MODEL,
-    )
+    return not any(given) and options.cost_model in (None, DEFAULT_COST_MODEL)
 
 
-def _unknown_to_teams(options: Options) -> Iterator[str]:
-    """The options that were given and know no teams of devices."""
-    others = {
-        "--compare": options.compare,
-        "--sweep": options.sweep,
-        "--calibrate": options.calibrate,
-        f"--export {' '.join(options.export)}": options.export,
-        "--timeline": options.timeline,
-    }
-    return filter(others.get, others)
-
-
-def _check_known_to_teams(options: Options, asked: str) -> None:
-    for other in _unknown_to_teams(options):
-        raise UserError(
-            f"{other} does not know teams of devices: leave it or {asked.split()[0]} out"
-        )
-
-
-def _mesh(text: str) -> tuple[int, ...]:
+def parse_mesh(text: str) -> Mesh:
+    """The sizes of the axes of --mesh. Raises UserError."""
     try:
         sizes = tuple(map(int, text.split(",")))
     except ValueError:

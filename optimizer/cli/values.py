@@ -19,7 +19,10 @@ def make_options(graph: Path | ModelInMemory, given: Mapping[str, Any]) -> Optio
     or a list stand with commas between, where the option is not one to repeat. Raises UserError.
     """
     typed = _checked(given)
-    return Options(graph, **{**_checked(_earlier(typed)), **typed}, typed=frozenset(typed))
+    earlier = _checked(_earlier(typed))
+    if "mesh" in typed and earlier.get("intra_op") == "none":
+        del earlier["intra_op"]
+    return Options(graph, **{**earlier, **typed}, typed=frozenset(typed))
 
 
 def _earlier(typed: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,14 +14,15 @@ from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import DraftPlan, Plan
-from pipedream.graph.timeline import Panel, panels_png
+from pipedream.graph.timeline import Panel, Timeline, panels_png
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.choose.expected import expected
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
-from pipedream.optimizer.report.tables import show_replicas, table_of
+from pipedream.optimizer.report.tables import show_meshes, show_replicas, table_of
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.outcome import Outcome, fixed_outcome
 from pipedream.optimizer.search.placed_plan import placed_plan
@@ -68,6 +69,7 @@ class Candidate:
         return {
             "stages": self.plan and len(self.plan.stages),
             "replicas": self.plan and " ".join(map(str, self.plan.replicas)),
+            "mesh": self.plan and show_meshes(self.plan),
             "seconds_per_minibatch": self.seconds,
             "simulated_seconds_per_minibatch": self.simulated,
         }
@@ -81,11 +83,21 @@ class Contender(Candidate):
     simulation: Simulation | None = None
     fits: bool = False
 
+    @property
+    def is_on_mesh(self) -> bool:
+        """Whether workers of a stage are several devices."""
+        return self.plan is not None and any(stage.mesh for stage in self.plan.stages)
 
-def compare(request: Request, microbatches: int, chosen: Plan | None) -> list[Contender]:
+
+def compare(
+    request: Request,
+    microbatches: int,
+    chosen: Plan | None,
+    on_meshes: Sequence[Contender] = (),
+) -> list[Contender]:
     """The plan chosen for the request, PipeDream's, Alpa's and four baselines; `microbatches` are
     for those with a flush. If the request leaves the choice to the simulator, PipeDream's and
-    Alpa's are the best under the paper's cost model.
+    Alpa's are the best under the paper's cost model. `on_meshes`: further plans, which come first.
     """
     judged = request.cost_model.prices_plans
     ours = replace(
@@ -105,7 +117,9 @@ def compare(request: Request, microbatches: int, chosen: Plan | None) -> list[Co
         "equal parameters": lambda: equal_parameters(ours),
         "data parallelism": lambda: data_parallel(ours),
     }
-    contenders = [_timed("this plan", chosen, request)] if judged and chosen else []
+    contenders = [*on_meshes]
+    if judged and chosen:
+        contenders.append(_timed("this plan", chosen, request))
     for name, make in makers.items():
         try:
             checked = make().plan
@@ -141,6 +155,34 @@ def _most_stages(request: Request) -> int:
 def data_parallel(request: Request) -> Outcome:
     """The whole model on every device."""
     return fixed_outcome(request, [len(request.planning)], [request.cluster.devices])
+
+
+def with_whole_model(outcome: Outcome, request: Request) -> Outcome:
+    """The outcome of a plan for teams of devices, with what the whole model takes and needs on each
+    of the request's devices.
+    """
+    try:
+        whole = data_parallel(request)
+    except UserError:  # nothing that the schedule allows
+        return outcome
+    varying = expected(whole.plan, request) if request.cost_model.prices_plans else None
+    predicted = whole.plan.predicted
+    seconds = predicted.seconds_per_minibatch if varying is None else varying.seconds
+    changed = replace(outcome, whole_model_bytes=whole.whole_model_bytes)
+    return changed.predicting(
+        one_worker_seconds=predicted.one_worker_seconds,
+        data_parallel_seconds=seconds,
+    )
+
+
+def on_single_devices(plan: Plan, request: Request) -> Candidate:
+    """The plan with a replica of whole operators on each device of its meshes."""
+    try:
+        priced = _judged(plan, request)
+    except UserError as error:
+        return Candidate(None, error.format_message())
+    simulation = request.simulate(priced)
+    return Candidate(priced if simulation is None else simulation.noted_in(priced), None)
 
 
 def balanced(weights: Floats, pieces: int) -> list[int]:
@@ -183,6 +225,13 @@ def _judged(plan: Plan, request: Request) -> DraftPlan:
     return placed_plan(cuts, changed, placed, changed.memory_model(cuts)).plan
 
 
+def as_contender(
+    name: str, plan: Plan, simulation: Simulation | None, request: Request
+) -> Contender:
+    """A plan that has been simulated, for the devices of the request."""
+    return Contender(plan, None, name, simulation, _fits(plan, request.device_types))
+
+
 def _timed(name: str, plan: DraftPlan, request: Request) -> Contender:
     simulation = request.simulate(plan, MOST_MOVES)
     if simulation is not None:
@@ -200,12 +249,14 @@ def _fits(plan: DraftPlan, device_types: DeviceTypes) -> bool:
 def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
     """A row per plan; the best simulated time among those that fit is bold."""
     best = _fastest(contenders)
+    left_out = set() if any(each.is_on_mesh for each in contenders) else {"mesh"}
+    rows = [_cells(contender) for contender in contenders]
     table = table_of(
         "Other plans for the same graph and cluster",
         f"Per minibatch; with flush, of batches of {microbatches}. Closed form: by the cost model;"
         " simulated: the schedule, action by action, the best that fits in bold. Waiting: the share"
         " of the workers' time that is not computing. Memory: of the fullest worker.",
-        [_cells(contender) for contender in contenders],
+        [{name: row[name] for name in row if name not in left_out} for row in rows],
         bold=[n for n, contender in enumerate(contenders) if contender in best],
         wrapped=("plan", "schedule"),
     )
@@ -228,6 +279,7 @@ def _cells(contender: Contender) -> dict[str, str]:
         "plan": contender.name,
         "schedule": plan.schedule,
         "replicas\nof stages": show_replicas(plan.replicas),
+        "mesh": show_meshes(plan),
         "closed\nform": show_seconds(contender.seconds or 0.0),
         "simulated": "-" if simulation is None else show_seconds(simulation.seconds_per_minibatch),
         "waiting": "-" if simulation is None else f"{simulation.bubble:.1%}",
@@ -266,7 +318,7 @@ def comparison_png(contenders: list[Contender]) -> bytes | None:
         Panel(
             ("Fastest: " if contender in best else "") + f"{contender.name},"
             f" {show_seconds(simulation.seconds_per_minibatch)} per minibatch",
-            simulation.events,
+            _events(contender, simulation),
             first=simulation.steady_from,
             count=_DRAWN,
             most_rows=_RANKS,
@@ -275,3 +327,9 @@ def comparison_png(contenders: list[Contender]) -> bytes | None:
         if (simulation := contender.simulation) is not None
     ]
     return panels_png(panels) if panels else None
+
+
+def _events(contender: Contender, simulation: Simulation) -> Timeline:
+    assert contender.plan is not None
+    rank_of = simulation.rank_of(contender.plan)
+    return {device: simulation.events[rank] for device, rank in rank_of.items()}

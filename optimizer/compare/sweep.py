@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isnan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +16,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.timeline import png
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.choose.chooser import best_plan
-from pipedream.optimizer.report.tables import table_of
+from pipedream.optimizer.report.tables import show_meshes, table_of
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
 
@@ -97,8 +97,11 @@ def check_sweep(cluster: Cluster, numbers: range) -> None:
         )
 
 
-def sweep(request: Request, numbers: range) -> Iterator[Point]:
-    """Plans for the clusters of these numbers of workers, at most `MOST_POINTS`.
+def sweep(
+    request: Request, numbers: range, planned: Callable[[Request], Outcome] | None = None
+) -> Iterator[Point]:
+    """Plans for the clusters of these numbers of workers, at most `MOST_POINTS`. `planned`: how,
+    with the simulation noted; by default with workers of one device.
 
     Raises UserError if none of the numbers makes a cluster.
     """
@@ -107,14 +110,19 @@ def sweep(request: Request, numbers: range) -> Iterator[Point]:
     for cluster in thinned([cluster for cluster in clusters if cluster is not None]):
         resized = replace(request, cluster=cluster)
         try:
-            outcome = best_plan(resized)
+            outcome = (planned or _planned)(resized)
         except UserError:
             yield Point(cluster.machines, None)
-            continue
-        simulation = request.simulate(outcome.plan)
-        if simulation is not None:
-            outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))
-        yield Point(cluster.machines, outcome)
+        else:
+            yield Point(cluster.machines, outcome)
+
+
+def _planned(request: Request) -> Outcome:
+    outcome = best_plan(request)
+    simulation = request.simulate(outcome.plan)
+    return (
+        outcome if simulation is None else replace(outcome, plan=simulation.noted_in(outcome.plan))
+    )
 
 
 def thinned(clusters: list[Cluster]) -> list[Cluster]:
@@ -144,6 +152,7 @@ def _row(point: Point) -> dict[str, object]:
     return row | {
         "stages": len(plan.stages),
         "replicas": " ".join(map(str, plan.replicas)),
+        "mesh": show_meshes(plan),
         "seconds_per_minibatch": predicted.seconds_per_minibatch,
         "plan": 1 / predicted.seconds_per_minibatch,
         "plan_simulated": None if simulated is None else 1 / simulated.seconds_per_minibatch,
@@ -155,6 +164,8 @@ def _row(point: Point) -> dict[str, object]:
 def sweep_table(frame: pd.DataFrame) -> Table:
     """The frame for printing, as speedups over one worker."""
     rows = [_cells(row) for row in frame.to_dict("records")]
+    if not any(row.get("mesh") for row in rows):
+        rows = [{name: row[name] for name in row if name != "mesh"} for row in rows]
     return table_of("Plans for other numbers of workers", "Times as fast as one worker.", rows)
 
 
@@ -167,6 +178,7 @@ def _cells(row: dict[Any, Any]) -> dict[str, str]:
     return {
         **cells,
         "stages": f"{row['stages']:.0f}",
+        "mesh": row["mesh"],
         "per\nminibatch": show_seconds(row["seconds_per_minibatch"]),
         **{
             heading: "-" if isnan(row[name]) else f"{row[name] * alone:.2f}"

@@ -8,6 +8,9 @@
 | DeepSpeed | export-deepspeed.json | the modules in order, and `parts`: where each stage begins |
 | Megatron | export-megatron.json | its options, among them the pipeline layout |
 
+Of a plan whose stages are on meshes, torch and torchtitan get export-NAME-placements.json, too:
+`dtensor`. The others get degrees of parallelism alone, and divide parameters as they do.
+
 runtime/pipelining.py makes a `split_policy` for torch.distributed.pipelining.pipeline of torch's.
 """
 
@@ -16,42 +19,64 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
+from pipedream.optimizer.export.degrees import degrees
+from pipedream.optimizer.export.dtensor import dtensor_file, notes
 from pipedream.optimizer.export.module_split import Layering, split_modules, uneven
 from pipedream.optimizer.export.torch_order import torch_order
 
 
 @dataclass(frozen=True)
 class Export:
-    """The content of the file, notes for the user, a line each, and a CSV, if there is one."""
+    """The content of the file, notes for the user, a line each, and a CSV and `placements` of
+    parameters, if there are any.
+    """
 
     content: Mapping[str, Any]
     notes: tuple[str, ...]
     csv: str | None = None
+    placements: Mapping[str, Any] | None = None
 
     def files(self, name: str) -> dict[str, bytes | None]:
-        """The content of `name`.json and of `name`.csv, None if there is none."""
-        text = json.dumps(self.content, indent=1) + "\n"
-        csv = None if self.csv is None else self.csv.encode()
-        return {f"{name}.json": text.encode(), f"{name}.csv": csv}
+        """The content of each file by its name, None if there is none."""
+        return {
+            f"{name}.json": _text(self.content),
+            f"{name}.csv": None if self.csv is None else self.csv.encode(),
+            f"{name}-placements.json": None if self.placements is None else _text(self.placements),
+        }
 
 
-def export(framework: str, plan: Plan, graph: Graph, profile: Profile) -> Export:
-    """The plan for one of `FRAMEWORKS`; `profile` belongs to `graph`.
+def _text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def export(
+    framework: str,
+    plan: Plan,
+    graph: Graph,
+    profile: Profile,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Export:
+    """The plan for one of `FRAMEWORKS`; `profile` belongs to `graph`, and `shapes` are those of its
+    parameters, as far as they are known.
 
     Raises UserError if the framework cannot express the plan.
     """
     try:
-        return FRAMEWORKS[framework](plan, graph, profile)
+        exported = FRAMEWORKS[framework](plan, graph, profile)
     except UserError as error:
         raise UserError(f"--export {framework}: {error.format_message()}") from error
+    if exported.placements is None:
+        return exported
+    return replace(exported, notes=(*exported.notes, *notes(plan, shapes)))
 
 
 def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:
@@ -66,14 +91,17 @@ def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:
             [tensor.name for n in nodes for tensor in calls[n].outputs] for nodes in working
         ],
     }
-    notes = tuple(uneven(plan))
+    notes, placements = tuple(uneven(plan)), None
+    if any(stage.mesh is not None for stage in plan.stages):
+        placements = dtensor_file(plan)
     try:
         order = torch_order(plan)
     except UserError as error:
-        return Export(content, (*notes, f"without an order of passes: {error.format_message()}"))
+        reason = f"without an order of passes: {error.format_message()}"
+        return Export(content, (*notes, reason), placements=placements)
     named = {"microbatches": order.microbatches, "stage_ranks": order.stage_ranks}
     content["order"] = {"file": "export-torch.csv", **named}
-    return Export(content, notes, order.csv)
+    return Export(content, notes, order.csv, placements)
 
 
 def _torchtitan(plan: Plan, graph: Graph, profile: Profile) -> Export:
@@ -83,20 +111,38 @@ def _torchtitan(plan: Plan, graph: Graph, profile: Profile) -> Export:
         f"its splitter knows children of the model and entries of their lists, not {name}"
         for name in deep[:1]
     ]
-    content = {
+    content: dict[str, Any] = {
         "module_fqns_per_model_part": split.stages,
         "pipeline_parallel_degree": len(split.stages),
     }
-    return Export(content, (*split.notes, *notes))
+    meshes = degrees(plan, len(split.stages))
+    if meshes is None:
+        return Export(content, (*split.notes, *notes))
+    content["tensor_parallel_degree"] = meshes.tensor
+    if meshes.data is not None:
+        content["data_parallel_replicate_degree"] = meshes.data
+    note = "its models place parameters themselves: the file of placements has those of the plan"
+    placements = dtensor_file(plan, split.stages)
+    return Export(content, (*split.notes, *notes, note), placements=placements)
 
 
 def _deepspeed(plan: Plan, graph: Graph, profile: Profile) -> Export:
     split = split_modules(plan, graph, profile.node)
-    content = {
+    content: dict[str, Any] = {
         "layers": [name for stage in split.stages for name in stage],
         "parts": [0, *accumulate(len(stage) for stage in split.stages)],
     }
-    return Export(content, split.notes)
+    meshes = degrees(plan, len(split.stages))
+    if meshes is None:
+        return Export(content, split.notes)
+    content["topology"] = {"num_pp": meshes.pipeline, "num_mp": meshes.tensor}
+    if meshes.data is not None:
+        content["topology"]["num_dp"] = meshes.data
+    note = (
+        "it divides no layers: give it ones that divide themselves among num_mp devices; --export"
+        " torch has the plan's placements"
+    )
+    return Export(content, (*split.notes, *[note] * (meshes.tensor > 1)))
 
 
 def _megatron(plan: Plan, graph: Graph, profile: Profile) -> Export:
@@ -108,12 +154,26 @@ def _megatron(plan: Plan, graph: Graph, profile: Profile) -> Export:
             raise UserError(
                 f"there is no module {what} the list of layers; it takes one for {letter}"
             )
-    content = {
+    content: dict[str, Any] = {
         "pipeline_model_parallel_layout": layout,
         "pipeline_model_parallel_size": len(split.stages),
         "num_layers": layout.count("t"),
     }
-    return Export(content, split.notes)
+    meshes = degrees(plan, len(split.stages))
+    if meshes is None:
+        return Export(content, split.notes)
+    content["tensor_model_parallel_size"] = meshes.tensor
+    notes = []
+    if meshes.processes is not None:
+        notes.append(
+            f"start {meshes.processes} processes: data parallelism is what is left of them"
+        )
+    if meshes.tensor > 1:
+        notes.append(
+            "its layers are divided as their code says, not as the plan does; --export torch has"
+            " the plan's placements"
+        )
+    return Export(content, (*split.notes, *notes))
 
 
 def _letters(layering: Layering) -> Mapping[str, str]:

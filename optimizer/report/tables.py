@@ -7,6 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
+from pipedream.graph.placements.placement import Mesh
+from pipedream.graph.plan import DraftPlan
+
 _MOST_COUNTS = 6
 
 
@@ -64,3 +67,18 @@ def show_replicas(replicas: Sequence[int]) -> str:
     if len(shown) > _MOST_COUNTS:
         return f"{len(replicas)} stages"
     return ", ".join(shown)
+
+
+def show_meshes(plan: DraftPlan) -> str:
+    """`2 x 4`: the mesh of each worker; `4, -` if stages differ, where `-` is one device. Empty if
+    none is on a mesh.
+    """
+    meshes = [show_mesh(stage.mesh) for stage in plan.stages]
+    if set(meshes) == {"-"}:
+        return ""
+    return meshes[0] if len(set(meshes)) == 1 else ", ".join(meshes)
+
+
+def show_mesh(mesh: Mesh | None) -> str:
+    """`2 x 4`; `-` for one device."""
+    return "-" if mesh is None else " x ".join(map(str, mesh))

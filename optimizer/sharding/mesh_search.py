@@ -44,10 +44,9 @@ class MeshTrials(PlacedTrials):
 
 
 def start(plan: Plan, mesh: int, views: Views) -> Division:
-    """The division of a plan of teams all of which have this mesh."""
+    """The division of a plan all of whose stages have this mesh."""
+    ranks = tuple(tuple(team.leader for team in stage.teams) for stage in plan.stages)
     found = Division.of(plan, views.request.planning)
-    size = views.views[mesh].devices
-    ranks = tuple(tuple(size * rank for rank in own) for own in found.ranks)
     return found._replace(ranks=ranks, meshes=(mesh,) * len(ranks))
 
 

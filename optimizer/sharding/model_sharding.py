@@ -11,8 +11,10 @@ from pipedream.graph.choices import IntraOp
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.operators import (
+    Operator,
     OperatorCall,
     OperatorProfile,
+    TensorType,
     estimated_seconds,
     flops,
 )
@@ -125,6 +127,16 @@ class ModelSharding:
         """Of the whole parameters and buffers."""
         inputs = self.assignment.graph.inputs
         return {e.name: e.type.shape for e in inputs if e.role in ("parameter", "buffer")}
+
+    @cached_property
+    def operators(self) -> Mapping[str, Operator]:
+        """By the name of a call."""
+        return {call.name: call.operator for call in self.assignment.graph.calls}
+
+    @cached_property
+    def types(self) -> Mapping[str, TensorType]:
+        """Of all values."""
+        return self.assignment.graph.types()
 
     @cached_property
     def backward(self) -> frozenset[str]:

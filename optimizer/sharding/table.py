@@ -17,6 +17,11 @@ from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.sharding.assignment import Redistribution, redistributions
 from pipedream.sharding.steps import Collective
 
+_MOST_ROWS = 8
+
+_LAYER = re.compile(r"(?<![^\s.])\d+(?=[.:])")
+"""A number in the path of a module."""
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -62,6 +67,59 @@ def traffic_table(plan: Plan, sharding: ModelSharding) -> Table:
     return table_of(title, caption, rows, wrapped=("per", "collective"))
 
 
+def heaviest_table(plan: Plan, sharding: ModelSharding, profile: Profile) -> Table:
+    """The redistributions that take most time, those of equal layers together."""
+    groups: dict[tuple[int, str, str, str], list[Redistribution]] = {}
+    for each in redistributions(sharding.assignment):
+        name = sharding.call_of[each.value]
+        if each.bytes and plan.stages[plan.stage_of[sharding.profile.nodes[name]]].mesh == (
+            sharding.mesh
+        ):
+            stage = plan.stage_of[sharding.profile.nodes[sharding.call_of[each.value]]]
+            way = f"{show_placements(each.source)} -> {show_placements(each.target)}"
+            name = _LAYER.sub("*", _name(each.value, sharding, profile))
+            groups.setdefault((stage, name, way, each.often), []).append(each)
+    seconds = {key: sum(each.seconds for each in own) for key, own in groups.items()}
+    heaviest = sorted(groups, key=lambda key: -seconds[key])
+    rows = [
+        {
+            "stage": str(stage),
+            "value": name,
+            "from -> to": way,
+            "per": often,
+            "number": str(len(groups[stage, name, way, often])),
+            "bytes": show_bytes(sum(each.bytes for each in groups[stage, name, way, often])),
+            "time": show_seconds(seconds[stage, name, way, often]),
+        }
+        for stage, name, way, often in heaviest[:_MOST_ROWS]
+    ]
+    caption = "P: terms of a sum."
+    if rest := heaviest[_MOST_ROWS:]:
+        caption += f" {len(rest)} more take {show_seconds(sum(map(seconds.__getitem__, rest)))}."
+    title = "The messages that take longest"
+    return table_of(title, caption, rows, wrapped=("value", "from -> to"))
+
+
+def _name(value: str, sharding: ModelSharding, profile: Profile) -> str:
+    """What the model has by that name, else the layer and the operator that compute it."""
+    graph = sharding.assignment.graph
+    for given in graph.inputs:
+        if given.value == value:
+            return (
+                given.name
+                if given.role in ("parameter", "buffer")
+                else (f"{given.role} {given.name}")
+            )
+    for output in graph.outputs:
+        if output.value == value and output.role == "parameter gradient":
+            return f"gradient of {output.name}"
+    call = sharding.call_of[value]
+    node = sharding.profile.nodes[call]
+    operator = sharding.operators[call].target.removeprefix("aten.").partition(".")[0]
+    backward = ", backward" if call in sharding.backward else ""
+    return f"{profile.modules.get(node) or node}: {operator}{backward}"
+
+
 def beside(
     tried: Mapping[Mesh, float],
     alone: float,
@@ -98,17 +156,35 @@ def proof(sharding: ModelSharding) -> str:
 
 
 def notes(sharding: ModelSharding, profile: Profile) -> dict[str, str]:
-    """By node: `weight S(0), bias S(0)`, of the parameters that are divided."""
-    found = {}
+    """By node: `weight S(0), bias S(0); gives S(1)`, of the parameters that are divided, and of
+    what other nodes read of it, as it computes that.
+    """
+    found, given = {}, _given(sharding)
     for node in profile.nodes:
         texts = [
             f"{name.rpartition('.')[2]} {show_placements(sharding.parameters[name])}"
             for name in node.parameters
             if any(each != Replicate() for each in sharding.parameters.get(name, ()))
         ]
-        if texts:
-            found[node.id] = ", ".join(texts)
+        gives = f"gives {', '.join(given[node.id])}" if node.id in given else ""
+        if texts or gives:
+            found[node.id] = "; ".join(filter(None, (", ".join(texts), gives)))
     return found
+
+
+def _given(sharding: ModelSharding) -> dict[str, list[str]]:
+    """By node the placements, each once, of the values that the node computes and others read in
+    the forward pass, if any is not whole.
+    """
+    nodes, placed = sharding.profile.nodes, sharding.assignment.placed
+    forward = [c for c in sharding.assignment.graph.calls if c.name not in sharding.backward]
+    maker = {v: nodes[call.name] for call in forward for v in call.results if v is not None}
+    read = (v for call in forward for v in call.reads if maker.get(v, "") != nodes[call.name])
+    found: dict[str, dict[str, None]] = {}
+    for value in dict.fromkeys(v for v in read if v in maker):
+        found.setdefault(maker[value], {})[show_placements(placed[value])] = None
+    whole = show_placements((Replicate(),) * len(sharding.mesh))
+    return {node: list(texts) for node, texts in found.items() if list(texts) != [whole]}
 
 
 def _by_placement(stage: Stage) -> dict[str, list[str]]:

@@ -67,15 +67,12 @@ def team_footprints(
     }
 
 
-def expand(plan: Plan, stages: Sequence[DividedStage], profile: Profile, whole: Graph) -> Plan:
+def expand(plan: Plan, stages: Sequence[DividedStage], profile: Profile) -> Plan:
     """Of a plan whose ranks lead the devices of a mesh: the ranks of all devices, and placements of
-    all that is divided. `whole`: the graph before it was divided, which says what one worker takes.
+    all that is divided.
     """
     found = [_expanded(stage, own, profile) for stage, own in zip(plan.stages, stages, strict=True)]
-    speed = plan.cluster.device(0).speed
-    seconds = sum(node.compute_seconds for node in whole.nodes.values()) / speed
-    predicted = plan.predicted.model_copy(update={"one_worker_seconds": seconds})
-    fields = {"stages": tuple(found), "predicted": predicted}
+    fields = {"stages": tuple(found)}
     return Plan.model_validate(plan.model_copy(update=fields).model_dump())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipedream.graph.plan import PlanT, Simulated
+from pipedream.graph.plan import DraftPlan, PlanT, Simulated
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.optimizer.simulate.program import Program
@@ -42,6 +42,16 @@ class Simulation:
         """By rank: (second, bytes held from then on)."""
         works = dict(zip(self.program.workers, self.works, strict=True))
         return {rank: _memory(events, works) for rank, events in self.events.items()}
+
+    def rank_of(self, plan: DraftPlan) -> dict[int, int]:
+        """By device of the plan the rank that was simulated for it: where stages are on meshes, all
+        devices of a worker do what one rank does here.
+        """
+        found: dict[int, int] = {}
+        for rank, actions in zip(self.ranks, self.program.actions, strict=True):
+            for stage, replica in {(action.stage, action.replica) for action in actions}:
+                found |= dict.fromkeys(plan.stages[stage].teams[replica].ranks, rank)
+        return dict(sorted(found.items()))
 
     def _events(self, number: int) -> map[Event]:
         of_rank = slice(*self.program.begin[number : number + 2].tolist())

@@ -76,7 +76,8 @@ def _busy_as_planned(plan: Plan) -> list[float]:
     every = sum(stage.compute_seconds for stage in plan.stages)
     if simulated is None or not every:
         return passes
-    busy = (1 - simulated.bubble) * plan.workers * simulated.seconds_per_minibatch
+    workers = len({team for stage in plan.stages for team in stage.teams})
+    busy = (1 - simulated.bubble) * workers * simulated.seconds_per_minibatch
     return [seconds * busy / every for seconds in passes]
 
 
@@ -106,6 +107,11 @@ def advice(comparison: Comparison, run: MeasuredRun, folder: Path) -> list[str]:
     if comparison.as_expected:
         return []
     if abs(comparison.compute.change) >= abs(comparison.rest.change):
+        if any(stage.mesh is not None for stage in run.plan.stages):
+            return [
+                "Passes took other times than planned, with the messages of a mesh within them:",
+                "pd-profile --shards times parts of operators, and pd-profile --network the links.",
+            ]
         if comparison.compute.change < 0:
             return [
                 "Passes took less than in the profile: the machine was busier when it was made.",

@@ -133,7 +133,6 @@ class Job:
     def check(self) -> None:
         """Makes the run's folder. Raises UserError if the job is impossible."""
         self.check_order()
-        self.check_mesh()
         self.check_recordings()
         self.check_microbatches()
         self.check_asynchronous()
@@ -163,18 +162,6 @@ class Job:
                 f"microbatch, of which a rank holds {most:.0f}: make a plan with smaller "
                 "microbatches, or for more memory, with pd-optimize"
             )
-
-    def check_mesh(self) -> None:
-        """Raises UserError for what stages on a mesh cannot do."""
-        if all(stage.mesh is None for stage in self.plan.stages):
-            return
-        if self.config.compile is not None:
-            raise UserError(
-                "compile: stages on a mesh of devices are not compiled: remove it from the run "
-                "config, or plan without --mesh"
-            )
-        if self.replan is not None:
-            raise UserError("--replan: plans with --mesh are not made again: leave it out")
 
     def check_recordings(self) -> None:
         """Raises UserError for what passes that were recorded cannot do."""

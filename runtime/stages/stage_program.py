@@ -11,7 +11,9 @@ from torch import Tensor, fx
 
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.programs.attribution import GraphNodes
+from pipedream.capture.programs.batch_norms import DividedBatchNorm
 from pipedream.capture.programs.joint import CannotDivide, End, joint
+from pipedream.capture.programs.localize import Redistribution
 from pipedream.capture.programs.loss_end import LOSS, LossEnd, Target
 from pipedream.capture.programs.program import Program
 from pipedream.capture.segment import Segment
@@ -147,6 +149,10 @@ class StageProgram:
     def _compiled(self, part: fx.GraphModule) -> Callable[..., Any]:
         if self.backend is None:
             return part.forward
+        for node in part.graph.nodes:
+            if isinstance(node.target, (Redistribution, DividedBatchNorm)):
+                node.target = torch.compiler.disable(node.target)  # type: ignore[no-untyped-call]
+        part.recompile()
         run: Callable[..., Any] = torch.compile(part, backend=self.backend, dynamic=False)
         return run
 

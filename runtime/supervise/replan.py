@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.store_messages import broadcast
 from pipedream.graph.errors import UserError
-from pipedream.graph.plan import Plan, moved, read_plan
+from pipedream.graph.plan import Plan, Stage, moved, read_plan
 from pipedream.graph.units import show_seconds
 from pipedream.runtime.run.job import Job
 
@@ -49,6 +49,8 @@ def _plan(job: Job, workers: int) -> Plan:
     graph, folder = job.replan.with_name("graph.txt"), _folder(job, workers)
     command = [sys.executable, "-P", "-m", "pipedream.optimizer.cli.command", str(graph)]
     command += ["--like", str(job.replan), "--workers", str(workers), "-o", str(folder)]
+    if all(stage.mesh is None for stage in job.plan.stages):
+        command += ["--intra-op", "none"]  # the run config may be for whole stages alone
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -73,5 +75,10 @@ def _folder(job: Job, workers: int) -> Path:
 
 
 def _words(plan: Plan) -> str:
-    replicas = " + ".join(map(str, plan.replicas))
+    replicas = " + ".join(map(_workers, plan.stages))
     return f"{replicas} at {show_seconds(plan.predicted.seconds_per_minibatch)}"
+
+
+def _workers(stage: Stage) -> str:
+    mesh = "" if stage.mesh is None else f" of {' x '.join(map(str, stage.mesh))} devices"
+    return f"{stage.replicas}{mesh}"

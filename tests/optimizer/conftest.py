@@ -3,6 +3,8 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import typed
+from sharded_runs import write_config
 
 from pipedream.graph.model import Graph, Node
 
@@ -59,3 +61,14 @@ def make_graph():
         return Graph(nodes, tuple(tuple(edge.split("-")) for edge in edges.split()))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def perceptron(tmp_path_factory):
+    """A folder with the profile of a perceptron, with its operators, and their run config."""
+    folder = tmp_path_factory.mktemp("profiled")
+    data = {"source": "sharded_models:points", "args": {"examples": 200}}
+    write_config(folder, "Perceptron", microbatches=2, evaluate_every=None, data=data)
+    done = typed(folder, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
+    assert done.code == 0, done.error
+    return folder

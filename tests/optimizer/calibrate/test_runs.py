@@ -164,6 +164,14 @@ def test_the_plan_of_the_run_may_stay_or_be_as_good(chain, plan, tmp_path):
     )
 
 
+def test_another_mesh_is_another_plan(chain, plan, tmp_path):
+    run = CalibrationRun(tmp_path, measured(plan, [(4, 0), (4, 0)]))
+    stages = tuple(stage.model_copy(update={"mesh": (1,)}) for stage in plan.stages)
+    other = plan.model_copy(update={"stages": stages})
+    assert not Verdict(run, Price.recorded_in(plan), other).stays
+    assert Verdict(run, Price.recorded_in(plan), plan).stays
+
+
 # As typed ----------------------------------------------------------------------------------------
 
 
@@ -302,7 +310,15 @@ def other_ranks(folder):
     path.write_text(json.dumps(data))
 
 
+def on_mesh(folder):
+    """Replicas that were alone are teams of one now, which says as much."""
+    plan = read_measured(folder / "run/measured.json").plan
+    stages = tuple(stage.model_copy(update={"mesh": (1,)}) for stage in plan.stages)
+    change(folder, plan=plan.model_copy(update={"stages": stages}))
+
+
 MISTAKES = {
+    "--calibrate RUN: its stages were on meshes of devices, whose passes have messages": on_mesh,
     "--calibrate RUN: no such folder": lambda folder: shutil.rmtree(folder / "run"),
     "--calibrate RUN: is not the folder of a run: there is no measured.json": lambda folder: (
         folder / "run/measured.json"

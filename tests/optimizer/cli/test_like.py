@@ -146,3 +146,23 @@ def test_mistakes_are_one_line(graph, words, problem):
     plan = str(graph.parent / "plan" / "plan.json")
     with pytest.raises(UserError, match=problem):
         cluster_of(typed(graph, *(plan if word == "PLAN" else word for word in words)))
+
+
+MESH = ("--machines", "4", "--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2")
+
+
+@pytest.mark.slow
+def test_a_mesh_is_kept_where_it_divides_the_workers_and_else_searched_anew(perceptron, capsys):
+    graph, path = perceptron / "graph.txt", perceptron / "meshes/plan.json"
+    planned(graph, *MESH, "--mesh", "2", "--shard", "0.weight=S(0)", "-o", path.parent)
+    for workers, kept in ((2, True), (3, False)):
+        folder = perceptron / f"workers{workers}"
+        # As pd-train does: with the graph beside the plan, whose operators are with the profile.
+        beside = path.with_name("graph.txt")
+        planned(beside, "--like", path, "--workers", workers, "-o", folder)
+        made, said = read_plan(folder / "plan.json"), capsys.readouterr().out
+        assert made.workers <= workers
+        meshes = {stage.mesh for stage in made.stages}
+        assert meshes == {(2,)} if kept else meshes <= {None, (3,)}
+        assert ("Teams of --mesh 2 do not divide the devices" in said) != kept
+        assert made.asked.mesh == ("2" if kept else None)

@@ -12,6 +12,7 @@ from profiled import MACHINE, leaving, profile_of
 
 from pipedream.graph.command import write_files
 from pipedream.graph.errors import UserError
+from pipedream.graph.placements.requests import PlacementTexts
 from pipedream.graph.profile import read_profile_of, write_profile
 from pipedream.optimizer.export.frameworks import export
 
@@ -41,7 +42,16 @@ def exported(make_graph, tmp_path):
     """exported(framework, modules, edges, stages): the export of a plan with these stages."""
 
     def make(
-        framework, modules, edges, stages, replicas=None, parameters=None, flush=None, **costs
+        framework,
+        modules,
+        edges,
+        stages,
+        replicas=None,
+        parameters=None,
+        flush=None,
+        mesh=None,
+        placed=None,
+        **costs,
     ):
         graph = make_graph(" ".join(modules), edges, **costs)
         inputs = {"i"} & set(modules)
@@ -59,8 +69,12 @@ def exported(make_graph, tmp_path):
         write_profile(profile_of(graph, nodes, model="m", machine=machine), path)
         plan = make_plan(graph, stages.split(), replicas or [1] * len(stages.split()))
         compute = {name: node.compute_seconds for name, node in graph.nodes.items()}
+        texts = None if mesh is None else PlacementTexts(parameters=placed)
+        changed = {} if mesh is None else {"mesh": mesh, "placements": texts}
         held = tuple(
-            stage.model_copy(update={"compute_seconds": sum(compute[n] for n in stage.nodes)})
+            stage.model_copy(
+                update={"compute_seconds": sum(compute[n] for n in stage.nodes), **changed}
+            )
             for stage in plan.stages
         )
         held_plan = plan.model_copy(update={"stages": held})
@@ -128,6 +142,33 @@ def test_whole_layers_are_exported_as_they_are(exported):
         "pipeline_model_parallel_size": 3,
         "num_layers": 3,
     }
+
+
+PLACED = {"embed.weight": "R,S(1)", "layers.0.mlp.weight": "R,S(0, chunks=2)"}
+"""On a mesh of two axes; its second divides parameters."""
+
+
+def test_frameworks_have_the_degrees_of_a_mesh(exported):
+    on_mesh = {"mesh": (2, 3), "placed": PLACED, "replicas": [12, 12]}
+    titan = exported("torchtitan", GPT, CHAIN, "iepq rstunh", **on_mesh)
+    degrees = {name: n for name, n in titan.content.items() if name.endswith("_degree")}
+    assert degrees == {
+        "pipeline_parallel_degree": 2,
+        "tensor_parallel_degree": 3,
+        "data_parallel_replicate_degree": 2 * 2,
+    }
+    assert titan.placements["stages"][0]["parameters"]["embed.weight"] == [
+        "Replicate()",
+        "Shard(1)",
+    ]
+    deepspeed = exported("deepspeed", GPT, CHAIN, "iepq rstunh", **on_mesh)
+    assert deepspeed.content["topology"] == {"num_pp": 2, "num_mp": 3, "num_dp": 4}
+    megatron = exported("megatron", GPT, CHAIN, "iepq rstunh", **on_mesh)
+    assert megatron.content["tensor_model_parallel_size"] == 3
+    assert "start 24 processes: data parallelism is what is left of them" in megatron.notes
+    for made in (deepspeed, megatron):
+        assert made.placements is None
+        assert "--export torch has the plan's placements" in made.notes[-1]
 
 
 def test_a_cut_inside_a_layer_goes_to_its_nearer_end_and_the_loss_is_told(exported):

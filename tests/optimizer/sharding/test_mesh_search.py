@@ -74,7 +74,7 @@ def test_one_mesh_for_all_takes_what_teams_take(tmp_path: Path) -> None:
     profiled(tmp_path, "Separate", dtype="float32")
     task = task_of(tmp_path, "4", "10GB")
     teams = task.on_mesh((2,), (), "exact")
-    planned = choose(teams.request).plan
+    planned = teams.expanded(choose(teams.request)).plan
     assert len(planned.stages) == 1, "data parallelism is fastest on such links"
     views = views_of(task, ((2,),))
     division = start(planned, 1, views)
@@ -179,7 +179,9 @@ def test_learns_what_the_plain_model_does(
     assert task.operators is not None
     request, outcome = outcome_of(trial, views, least_seconds(task.request, task.operators))
     changed = replace(task, request=request, views=views, division=division)
-    plan = changed.expanded(outcome.plan.model_copy(update={"batch_size": task.batch_size}))
+    changed = replace(changed, undivided=task.request)
+    sized = outcome.plan.model_copy(update={"batch_size": task.batch_size})
+    plan = changed.expanded(replace(outcome, plan=sized)).plan
     write_plan(plan, tmp_path / "plan.json")
     done = typed(
         tmp_path,

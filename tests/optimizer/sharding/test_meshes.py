@@ -180,8 +180,19 @@ def test_plans_for_teams(
     assert placed["blocks.0.attention.qkv.weight"] == "S(0, chunks=3)" + ",R" * (axes - 1)
     assert plan.asked is not None
     assert plan.asked.shard == tuple(shards)
-    alone = sum(node.compute_seconds for node in read_graph(folder / "graph.txt").nodes.values())
-    assert plan.predicted.one_worker_seconds == pytest.approx(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cost_model", ["network", "measured"])
+def test_a_mesh_is_compared_with_whole_models(folder: Path, cost_model: str) -> None:
+    """One worker, and data parallelism: what plans without meshes say of them."""
+    words = ("--cost-model", cost_model)
+    one, other = (
+        optimize(folder, *words, *mesh).predicted
+        for mesh in (("--mesh", "2", *SHARD_WORDS), ("--intra-op", "none"))
+    )
+    assert one.one_worker_seconds == pytest.approx(other.one_worker_seconds)
+    assert one.data_parallel_seconds == pytest.approx(other.data_parallel_seconds)
 
 
 @pytest.mark.slow
@@ -222,9 +233,6 @@ def test_the_report_says_what_is_placed_how(folder: Path) -> None:
         (["--mesh", "2", "--shard", "*up=P"], "P is a sum, which only operators can give"),
         (["--mesh", "2", "--shard", "*up=S(7)"], "cannot be placed S(7)"),
         (["--mesh", "2", "--shard", "*up=S(0, chunks=7)"], "are not 7 equal chunks"),
-        (["--mesh", "2", "--compare"], "--compare does not know teams of devices"),
-        (["--mesh", "2", "--sweep", "1..4"], "--sweep does not know teams of devices"),
-        (["--mesh", "2", "--export", "torch"], "--export torch does not know teams of devices"),
         (["--mesh", "2", "--profile", "none.json"], "none.json"),
         (
             ["--mesh", "2", "--intra-op", "propagate"],
@@ -235,7 +243,6 @@ def test_the_report_says_what_is_placed_how(folder: Path) -> None:
             "which would all do the same: say which parameters are, with --shard",
         ),
         (["--mesh", "2", "--intra-op", "none"], "--intra-op none divides no operators, which is"),
-        (["--intra-op", "exact", "--compare"], "leave it or --intra-op out"),
     ],
 )
 def test_mistakes_are_told_in_one_line(folder: Path, options: list[str], told: str) -> None:
@@ -286,8 +293,8 @@ def test_faster_devices_compute_faster_and_send_as_before(
 def test_the_report_of_faster_devices(folder: Path) -> None:
     """What takes a tenth is computing alone, also in the picture; graph.txt stays as profiled."""
     plan = optimize(folder, "--mesh", "2", *SHARD_WORDS, "--speed", "10")
-    alone = sum(node.compute_seconds for node in read_graph(folder / "graph.txt").nodes.values())
-    assert plan.predicted.one_worker_seconds == pytest.approx(alone / 10)
+    alone = optimize(folder, "--intra-op", "none", "--speed", "10")
+    assert plan.predicted.one_worker_seconds == pytest.approx(alone.predicted.one_worker_seconds)
     assert [kind.speed for kind in plan.cluster.kinds] == [10]
     written = read_graph(folder / "plan/graph.txt")
     before = read_graph(folder / "graph.txt")

@@ -99,6 +99,25 @@ def test_passes_of_gpus_that_took_longer() -> None:
     assert "--calibrate runs/run" in said
 
 
+def test_passes_on_meshes_that_took_longer() -> None:
+    """They have messages within them, so no run of them corrects a profile; of the time of two
+    teams of two devices each has half.
+    """
+    alone, stages = plan(), []
+    for stage in alone.stages:
+        ranks = (2 * stage.stage, 2 * stage.stage + 1)
+        stages.append(stage.model_copy(update={"mesh": (2,), "ranks": ranks}))
+    cluster = Cluster(machines=(4,), bandwidth=(1e9,))
+    teams = alone.model_copy(update={"stages": tuple(stages), "cluster": cluster})
+    assert busy_shares(teams) == pytest.approx({0: 0.8, 1: 0.8, 2: 0.9, 3: 0.9})
+    alone_run = run(alone, 0.0142, (0.011, 0.0125))
+    found = compare(alone_run)
+    assert found is not None
+    said = " ".join(advice(found, alone_run.model_copy(update={"plan": teams}), RUN))
+    assert "--calibrate" not in said
+    assert "pd-profile --shards" in said
+
+
 def test_passes_that_took_less() -> None:
     """It said "with other processes at work (pd-profile --workers 2)" of a profile made so."""
     taken = run(plan(), 0.006, (0.004, 0.005))

@@ -16,7 +16,7 @@ import torch
 from commands import typed
 from order_runs import MOMENTUM, plan_of, prepare, train
 from sharded_models import Rising
-from sharded_results import assert_alike, checkpoint, metrics
+from sharded_results import assert_alike, assert_equal, checkpoint, metrics
 from sharded_runs import Case, alone, captured, job_of, sharded_plan, train_cases
 from torch.nn.functional import cross_entropy
 from training import run_jobs
@@ -43,6 +43,28 @@ MESHES = {
     "two by two": Case("two by two", meshes=((2, 2),), values={"input 0": "S(0),R"}),
 }
 """In the last one minibatches are divided along the first axis."""
+
+
+@pytest.mark.slow
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("model", "replicas", "meshes"),
+    [
+        ("Perceptron", (1,), ((2,),)),
+        ("Fused", (1, 1), ((2,), None)),
+        ("Convolutions", (1,), ((2,),)),
+    ],
+)
+def test_compiled_meshes(
+    tmp_path: Path, model: str, replicas: tuple[int, ...], meshes: tuple[Mesh | None, ...]
+) -> None:
+    """With a smaller last minibatch; the devices that divide a batch add up its statistics."""
+    changes = {"dtype": "float32", "drop_last": False, "microbatches": 2, "optimizer": SLOW}
+    values = {"input 0": "S(0)"} if model == "Convolutions" else {}
+    plain = Case("plain", replicas, meshes, changes=changes, values=values)
+    compiled = replace(plain, name="compiled", changes={**changes, "compile": "aot_eager"})
+    train_cases(tmp_path, model, [plain, compiled])
+    assert_equal(tmp_path / "compiled", tmp_path / "plain", 1e-5)
 
 
 @pytest.mark.slow

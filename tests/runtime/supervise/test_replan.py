@@ -12,6 +12,7 @@ import torch
 from commands import typed
 from plans import cut, make_plan
 from processes import free_port, run_processes
+from sharded_runs import write_config
 from torch.distributed import HashStore
 from training import losses, run_jobs, weights
 
@@ -184,3 +185,40 @@ def test_there_has_to_be_a_graph_to_plan_from(folder: Path) -> None:
     with pytest.raises(UserError, match=r"^--replan: there is no .*graph.txt: pd-optimize writes"):
         job.check_replan()
     replace(job, replan=None).check_replan()
+
+
+@pytest.mark.slow
+def test_plans_on_meshes_are_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four workers, two teams, two are left: one team. It learns what both would have."""
+    config = write_config(tmp_path, "Perceptron", microbatches=2, evaluate_every=None)
+    links = ["--machines", "4", "--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2"]
+    for words in (
+        ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"],
+        ["pd-optimize", "graph.txt", *links, "--mesh", "2", "--straight", "-o", "plan"],
+    ):
+        done = typed(tmp_path, words)
+        assert done.code == 0, done.error
+    path = tmp_path / "plan/plan.json"
+    plan = read_plan(path)
+    whole = Job(plan, config, tmp_path, tmp_path / "whole", schedule="flush", epochs=2)
+    job = replace(whole, run=tmp_path / "run", replan=path)
+    job.check()
+    run_jobs([whole])
+    run_jobs([replace(job, epochs=1)])
+    run_processes(_train, 2, replace(job, resume=True), free_port())
+    made = read_plan(tmp_path / "run/plan-2/plan.json")
+    assert [(stage.mesh, stage.ranks) for stage in plan.stages] == [((2,), (0, 1)), ((2,), (2, 3))]
+    assert [(stage.mesh, stage.ranks) for stage in made.stages] == [((2,), (0, 1))]
+    assert losses(job) == pytest.approx(losses(whole), rel=1e-12)
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(job)[name], tensor, rtol=1e-12, atol=1e-12)
+    replanned(job, rank_info(0, 2), HashStore())
+    assert "2 of 4 workers: 1 of 2 devices at" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_plans_without_meshes_stay_so(folder: Path) -> None:
+    """The run config may be for whole stages alone: it may compile them."""
+    job, _ = replanned(job_of(folder), rank_info(0, 2), HashStore())
+    assert job.plan.asked is not None
+    assert job.plan.asked.intra_op == "none"
