@@ -28,15 +28,15 @@ from pipedream.optimizer.intra.problem import Ints, Problem
 TIE = 1e-9
 """Relative difference below which two sums are equal."""
 
-_SWEEPS = 10
-"""The first time, before the bound is used; then as many again as there were."""
+_SWEEPS = 20
+"""Each time, before the bound is used."""
 
-_MOST_SWEEPS = 640
+_MOST_SWEEPS = 2000
 
 _NOTHING_AGAINST = 1e-6
 """Labels whose bound is above the bound of all by no more than this part of it are tried."""
 
-_SETTLED = 1e-3
+_SETTLED = 2e-4
 """Relative gain of the bound below which that is worth it."""
 
 _STALLED = 1e-9
@@ -100,13 +100,13 @@ class _Search:
         messages = Messages.of(self.problem, price)
         if before is not None:
             messages.continue_from(before)
-        priced, least, sweeps = _Priced(self, messages, price), -inf, _SWEEPS
+        priced, least, most = _Priced(self, messages, price), -inf, self.sweeps + _MOST_SWEEPS
         while True:
-            messages.sweep(sweeps)
-            self.sweeps += sweeps
+            messages.sweep(_SWEEPS)
+            self.sweeps += _SWEEPS
             priced.improve(close)
-            stalled = priced.bound <= least + _STALLED * abs(least) or 2 * sweeps > _MOST_SWEEPS
-            least, sweeps = priced.bound, 2 * sweeps
+            stalled = priced.bound <= least + _STALLED * abs(least) or self.sweeps >= most
+            least = priced.bound
             if priced.is_within(close) or stalled or monotonic() > self.until:
                 return messages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from pipedream.capture.programs.description import describe
 from pipedream.graph.cluster import Link
 from pipedream.graph.placements.operators import OperatorGraph, flops
-from pipedream.graph.placements.placement import Mesh, show_placements
+from pipedream.graph.placements.placement import Mesh, parse_placements, show_placements
+from pipedream.graph.placements.requests import Requests
 from pipedream.optimizer.intra.costs import Accounting, StageProblem
 from pipedream.optimizer.intra.exact import solve
 from pipedream.sharding.assignment import Assignment, LinkedMesh
@@ -29,12 +31,25 @@ def best(
     accounting: Accounting,
     kept: Mapping[str, float] | None = None,
 ) -> Assignment:
+    return solved(stage_of(model, inputs, mesh, accounting, kept))
+
+
+def stage_of(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    mesh: Mesh,
+    accounting: Accounting,
+    kept: Mapping[str, float] | None = None,
+) -> StageProblem:
     graph = describe(trace(model, inputs, means=False).joint)
     links = (Link(bandwidth=1e10), Link(bandwidth=1e11))[-len(mesh) :]
-    stage = StageProblem(
+    return StageProblem(
         *(graph, LinkedMesh(mesh, links), roofline(graph), frozenset(), accounting),
         kept=kept or {},
     )
+
+
+def solved(stage: StageProblem) -> Assignment:
     choice = solve(stage.problem)
     assert choice.proven
     assert choice.labels is not None
@@ -119,8 +134,13 @@ class Attention(nn.Module):
 )
 def test_heads_of_attention(attention: nn.Module, wanted: Mapping[str, str]) -> None:
     """All of a head on one device, and the rows of the last layer with it."""
-    found = best(attention, (torch.randn(2, 64, 256),), (4,), Accounting(1, 1e-10))
-    assert weights(found) == {**wanted, "out.weight": "S(1)"}
+    inputs, parameters = (torch.randn(2, 64, 256),), {**wanted, "out.weight": "S(1)"}
+    problem = stage_of(attention, inputs, (4,), Accounting(1, 1e-10))
+    placed = {name: parse_placements(text) for name, text in parameters.items()}
+    asked = replace(problem, requests=Requests(placed))
+    assert solve(asked.problem).seconds == pytest.approx(solve(problem.problem).seconds, rel=1e-9)
+    found = solved(asked)  # where a weight of few heads is placed otherwise costs the same
+    assert weights(found) == parameters
     heads = {
         show_placements(placements)
         for call in found.graph.calls

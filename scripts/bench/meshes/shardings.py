@@ -1,9 +1,9 @@
 """How long the best sharding of a model takes to find, and what it is worth.
 
-    python -m pipedream... is not needed; run
-    python scripts/bench/shardings.py trace transformers:llama FOLDER --input 4096:int64 ...
-    python scripts/bench/shardings.py solve FOLDER 8,8
+    python scripts/bench/meshes/shardings.py trace MODEL FOLDER 4096:int64:32000 [batch_size=1]
+    python scripts/bench/meshes/shardings.py solve FOLDER 8,8 [SECONDS_PER_BYTE]
 
+MODEL and its inputs are given as to pd-profile.
 `trace` captures the model without data (meta device) and writes operators.json, with seconds that
 follow from each operator's flops and bytes. `solve` reads it and finds the best sharding on a mesh,
 with its proof, in a process of its own: what it prints last is what the whole of it took.
@@ -11,6 +11,7 @@ with its proof, in a process of its own: what it prints last is what the whole o
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import resource
@@ -73,6 +74,7 @@ def solve(folder: Path, mesh: tuple[int, ...], price: float = 0.0) -> None:
     from pipedream.optimizer.intra.exact import solve as solved
     from pipedream.sharding.assignment import LinkedMesh
 
+    gc.set_threshold(200_000)  # as pd-optimize does
     profile = read_operators(folder / "operators.json")
     read = time.perf_counter() - BEGAN
     links = (Link(latency=2e-5, bandwidth=25e9), Link(latency=5e-6, bandwidth=200e9))
