@@ -1,4 +1,4 @@
-"""How plan.json says that operators are divided: what is written is read, what is wrong is named."""
+"""How plan.json says that operators are divided: what is written is read, mistakes are named."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def _float(*shape: int) -> TensorType:
     return TensorType(shape=shape, dtype="float32", element_bytes=4)
 
 
-def random_graph(rng: random.Random) -> OperatorGraph:
+def random_graph(rng: random.Random, most: int = 8) -> OperatorGraph:
     """Matrices of 8 x 12 and 12 x 12, added, multiplied, bent and transposed back and forth."""
     inputs = [StageInput(value="x", role="input", name="0", type=_float(8, 12))]
     values, weights, calls = ["x"], [], []
@@ -29,7 +29,7 @@ def random_graph(rng: random.Random) -> OperatorGraph:
         inputs.append(
             StageInput(value=f"w{number}", role="parameter", name=f"w{number}", type=_float(12, 12))
         )
-    for number in range(rng.randint(1, 8)):
+    for number in range(rng.randint(1, most)):
         kind = rng.choice(("mm", "add", "relu", "neg", "_softmax"))
         reads = [rng.choice(values)]
         rest: tuple[Argument, ...] = ()
