@@ -60,9 +60,9 @@ class Pipeline:
 
     Every rank makes the same model and the same calls, with the same whole minibatches. Gradients
     of a rank's own stages come to the parameters of `model`; the others keep none, so that an
-    optimizer of all parameters steps those of this rank. The model may change between calls, on all
-    ranks alike. If torch.distributed is initialized
-    already, its ranks are used.
+    optimizer of all parameters steps those of this rank. All devices of a mesh step all parameters
+    of their stage, which they divide for the passes alone. The model may change between calls, on
+    all ranks alike. If torch.distributed is initialized already, its ranks are used.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Pipeline:
         dropout. `timeout`: seconds after which a silent rank is taken for lost. `checked`: whether
         what is captured, and the first minibatch, are compared with the model itself.
 
-        Raises UserError if the plan is for another number of ranks, has several stages on one, or
-        a mesh, or for another `autocast`.
+        Raises UserError if the plan is for another number of ranks or has several stages on one, or
+        for another `autocast`.
         """
         if autocast not in (None, "bfloat16"):
             raise UserError(
@@ -102,11 +102,6 @@ class Pipeline:
             raise UserError(
                 f"the plan has several stages on a rank (order {self.plan.order}), which pd-train "
                 "trains; Pipeline runs one on each: make a plan of order 1f1b"
-            )
-        if any(stage.mesh is not None for stage in self.plan.stages):
-            raise UserError(
-                "the plan has stages on a mesh of devices, which pd-train trains: make a plan "
-                "without --mesh"
             )
         self.loss: Loss = (
             load_loss(loss, Path())
@@ -145,6 +140,8 @@ class Pipeline:
         """Returns the model, which is in this state now."""
         forms = CapturedStages(self.model, self.plan, self.stages, self.rng, self.precision)
         forms.checked = self.checked and self.rank == 0
+        (team,) = (self.plan.rank_assignment[stage][replica] for stage, replica in self.workers)
+        forms.mesh_device = team.ranks.index(self.rank)
         if self.staged.cache_info().misses == _OFTEN:
             warnings.warn(
                 "the model changes from call to call and is captured each time, which takes long:"
@@ -156,11 +153,15 @@ class Pipeline:
     def _wiring(self, staged: StagedModel) -> Wiring:
         """Made once for all states of the model whose stages exchange and hold the same."""
         links, tied = staged.spec.links, staged.tied
-        key = links, tuple(tied.items())
+        key = links, tuple(tied.items()), tuple(staged.partial.items())
         if key not in self.wired:
+            own = {stage: staged.partial[stage] for stage in self.stages if stage in staged.partial}
             self.wired[key] = Wiring.of(
-                self.plan, links, tied, self.rng, self.backend, self.timeout
+                self.plan, links, tied, self.rng, self.backend, self.timeout, own
             )
+        for stage in self.stages:
+            if (sharding := staged.sharding(stage)) is not None:
+                sharding.groups = self.wired[key].groups[stage].team
         return self.wired[key]
 
     def __call__(
@@ -256,15 +257,16 @@ class Pipeline:
                 self._pass_first(staged, minibatch, actions, data)
             stream = ActionStream(TrainingSegment(0, count), actions)
             Engine(executors, wiring.transport, seen=staged.seen).run(stream, data)
+        staged.bring_back()
+        gradients = {s: staged.whole_gradients(s, own.gradients) for s, own in sums.items()}
         if expected is not None:
-            gradients = [own.gradients for own in sums.values()]
-            compare(expected, staged, self.workers, losses, gradients)
+            compare(expected, staged, self.workers, losses, gradients.values())
         loss = wiring.total(each.double() / count for each in losses.values())
         parameters = {stage: staged.parameters(stage) for stage in self.stages}
         return loss, [
             (parameters[stage][name], gradient)
             for stage in self.stages
-            for name, gradient in sums[stage].gradients.items()
+            for name, gradient in gradients[stage].items()
         ]
 
     def _executors(
@@ -280,9 +282,10 @@ class Pipeline:
                 stage,
                 staged.forms_of(stage, minibatch.calls),
                 self.weighted_loss,
-                Weights(staged.parameters(stage)),
+                Weights(staged.taken_parameters(stage)),
                 sums[stage],
                 losses.__setitem__,
+                sharding=staged.sharding(stage),
             )
             for stage in self.stages
         }

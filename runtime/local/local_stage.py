@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -98,13 +97,7 @@ class LocalStage:
             return None
         plan, names = self.job.plan, captures.buffers | set(captures.parameters)
         sharding = whole.program.sharding = StageSharding(plan, self.stage, mesh_device, names)
-        read = (captures.whole.values[name] for name in self.interface.reads)
-        values = {
-            value.name: torch.empty(
-                value.shape, dtype=value.dtype, device=self.rng.device
-            ).requires_grad_(value.requires_grad)
-            for value in chain(read, *self.interface.receives.values())
-        }
+        values = whole.example(captures.whole)
         target = None
         if loss is not None:
             whole.end_in(loss)

@@ -73,14 +73,15 @@ class MinibatchEvaluation:
         actions = forwards(plan.replicas, staged.spec.links, len(calls), self.workers)
         # The executors make a mean over the examples.
         means = minibatch.times([sizes.examples / len(call) for call in calls])
-        tensors = {stage: staged.tensors(stage) for stage in forms}
+        tensors = {stage: staged.taken_tensors(stage) for stage in forms}
         evaluation = Evaluation(forms, sizes, actions, plan.rank_assignment)
         with self.wiring.rng.apart():
             totals, executors = evaluation.run(
                 means, tensors, self.wiring.transport, self.loss_function, kind
             )
+        staged.bring_back()
         loss = torch.tensor(totals.loss / sizes.examples, dtype=torch.float64)
-        return self.wiring.total([loss]), executors
+        return self.wiring.total([loss] * staged.counts), executors
 
     def _joined(self, returned: Mapping[int, Any]) -> Any:
         """Returns the output of the minibatch, from what this rank has of its microbatches."""

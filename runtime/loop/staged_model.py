@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.checks.equivalence import as_double
+from pipedream.comm.teams import Axes
 from pipedream.graph.choices import ScheduleName
+from pipedream.runtime.loop.gathering import of_all_ranks
 from pipedream.runtime.stages.partition import holds_first, interfaces, links, tied
 from pipedream.runtime.stages.stage_forms import Call, CapturedStages, StageForms
 from pipedream.runtime.stages.stage_forms import Kind as CallKind
+from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Kind, Worker
 from pipedream.schedule.spec import PipelineSpec
 
@@ -22,8 +26,9 @@ from pipedream.schedule.spec import PipelineSpec
 @dataclass(eq=False)
 class StagedModel:
     """The model in one state. `forms`: this rank's stages, of which at least one form is there.
-    Their parameters and buffers are those of the model. `passed`: the kinds of calls whose passes
-    were done before; `seen`: the kinds of passes that the engine has done.
+    Their parameters and buffers are those of the model, of which stages on meshes take parts.
+    `passed`: the kinds of calls whose passes were done before; `seen`: the kinds of passes that the
+    engine has done.
     """
 
     forms: CapturedStages
@@ -61,13 +66,61 @@ class StagedModel:
 
     def parameters(self, stage: int) -> dict[str, Parameter]:
         """Returns those of one stage, by their names in the model."""
+        if (divided := self.forms.divided.get(stage)) is not None:
+            return dict(divided.parameters)
         return dict(self.forms.originals[stage].piece.module.named_parameters())
 
     def buffers(self, stage: int) -> dict[str, Tensor]:
         """Returns those of the model, without the constants of a capture."""
+        if (divided := self.forms.divided.get(stage)) is not None:
+            return dict(divided.buffers)
         names = {name for name, _ in self.forms.model.named_buffers()}
         buffers = self.forms.originals[stage].piece.module.named_buffers()
         return {name: buffer for name, buffer in buffers if name in names}
+
+    def taken_parameters(self, stage: int) -> dict[str, Parameter]:
+        """Returns what passes of the stage have of its parameters, as these are now; of its buffers
+        the stage has the same part then.
+        """
+        divided = self.forms.divided.get(stage)
+        return self.parameters(stage) if divided is None else divided.take_parts()
+
+    def taken_tensors(self, stage: int) -> dict[str, Tensor]:
+        """Returns what passes of the stage have of its parameters and buffers."""
+        divided = self.forms.divided.get(stage)
+        buffers = self.buffers(stage) if divided is None else divided.buffer_parts()
+        return {**self.taken_parameters(stage), **buffers}
+
+    def bring_back(self) -> None:
+        """Gathers what passes have written to buffers."""
+        for divided in self.forms.divided.values():
+            divided.bring_back()
+
+    def whole_gradients(self, stage: int, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns those of whole parameters. Called by all devices of a mesh."""
+        divided = self.forms.divided.get(stage)
+        return gradients if divided is None else divided.joined(gradients)
+
+    def sharding(self, stage: int) -> StageSharding | None:
+        """Returns how the stage is divided, if it is on a mesh."""
+        divided = self.forms.divided.get(stage)
+        return None if divided is None else divided.sharding
+
+    @cached_property
+    def partial(self) -> Mapping[int, tuple[Axes, ...]]:
+        """By stage on a mesh the axes over which gradients are to be added up, of all ranks, which
+        all call this.
+        """
+        if all(stage.mesh is None for stage in self.forms.plan.stages):
+            return {}
+        own = {s: sorted({*d.sharding.partial.values()}) for s, d in self.forms.divided.items()}
+        of_ranks = (each.items() for each in of_all_ranks(own))
+        return {stage: tuple(axes) for stage, axes in sorted(chain.from_iterable(of_ranks))}
+
+    @property
+    def counts(self) -> bool:
+        """Tells whether this rank counts in sums over ranks: of equal devices the first does."""
+        return self.forms.mesh_device == 0
 
     def clip_gradients(
         self,
@@ -79,7 +132,7 @@ class StagedModel:
         those of the whole model; returns what the norm was. `total` adds up values of all ranks.
         """
         gradients = [
-            (parameter.grad, replica == 0 and holds_first(name, stage, self.tied))
+            (parameter.grad, self.counts and replica == 0 and holds_first(name, stage, self.tied))
             for stage, replica in workers
             for name, parameter in self.parameters(stage).items()
             if parameter.grad is not None

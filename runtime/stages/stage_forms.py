@@ -17,6 +17,7 @@ from pipedream.capture.export import capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.data.batch import Batch
+from pipedream.runtime.stages.divided_stage import DividedStage
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule, difference
 
@@ -84,6 +85,8 @@ class CapturedStages:
     than the one that was planned.
 
     `checked`: whether each is compared with the model, from which then a `tolerance` is known.
+    `mesh_device`: which device of its stage's mesh this rank is; `divided`: its stages on meshes,
+    where originals are made here.
     """
 
     model: nn.Module
@@ -101,6 +104,8 @@ class CapturedStages:
     captures: dict[Kind, Captured] = field(default_factory=dict)
     tolerance: Tolerance | None = None
     data: Peeking | None = None
+    mesh_device: int = 0
+    divided: dict[int, DividedStage] = field(default_factory=dict)
     known: dict[int, dict[int, StageModule]] = field(default_factory=dict)
 
     def begin(self, data: Peeking) -> None:
@@ -136,9 +141,15 @@ class CapturedStages:
 
     def _form(self, captured: Captured, stage: int) -> StageModule:
         form = StageModule.of(captured, self.plan, stage, self.rng, self.backend)
+        buffers = [name for name, _ in self.model.named_buffers()]
+        if stage not in self.originals and self.plan.stages[stage].mesh is not None:
+            names = {*buffers, *(name for name, _ in self.model.named_parameters())}
+            self.divided[stage] = DividedStage.of(
+                form, captured, self.plan, self.mesh_device, names
+            )
         original = self.originals.setdefault(stage, form)
         form.join_mesh(original)
-        form.share(original, [name for name, _ in self.model.named_buffers()])
+        form.share(original, buffers)
         return form
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -126,6 +127,17 @@ class StageModule:
     def output(self, known: Mapping[str, torch.Tensor]) -> Any:
         """Returns what the model returns, from the values of the last stage by name."""
         return rebuild([known[name] for name in self.outputs], self.out_spec)
+
+    def example(self, captured: Captured) -> dict[str, Tensor]:
+        """Returns tensors like those that the stage reads and receives, without contents."""
+        read = (captured.values[name] for name in self.interface.reads)
+        device = self.program.precision.device
+        return {
+            value.name: torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(
+                value.requires_grad
+            )
+            for value in chain(read, *self.interface.receives.values())
+        }
 
     def end_in(self, loss: Loss) -> None:
         """Makes the programs of the last stage give the loss, where the stage is on a mesh."""

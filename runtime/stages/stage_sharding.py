@@ -43,7 +43,12 @@ class StageSharding:
     are constants.
     """
 
-    def __init__(self, plan: Plan, stage: int, device: int, names: Set[str]) -> None:
+    def __init__(
+        self, plan: Plan, stage: int, device: int, names: Set[str], same_passes: bool = True
+    ) -> None:
+        """`same_passes`: whether the first passes have the operators that the plan was made for, or
+        may end in another loss.
+        """
         planned = plan.stages[stage]
         assert planned.mesh is not None
         self.stage, self.device, self.names = stage, device, names
@@ -52,6 +57,7 @@ class StageSharding:
         self.requests = Requests() if texts is None else texts.requests(len(planned.mesh))
         self.flops_per_second = None if texts is None else texts.flops_per_second
         self.operators = () if texts is None else texts.operators
+        self.same_passes = same_passes
         self.placed: dict[str, Placements] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.partial: dict[str, tuple[int, ...]] = {}
@@ -103,7 +109,7 @@ class StageSharding:
             chosen = follow(call.operator, planned[call.name], sizes)
             if chosen is not None:
                 possible[call.name] = chosen
-            elif not self.placed:
+            elif not self.placed and self.same_passes:
                 raise UserError(
                     f"operators: {call.operator.target} of shapes"
                     f" {', '.join(str(list(each.shape)) for each in call.operator.inputs)} cannot"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from pipedream.capture.export import capture
 from pipedream.capture.sources.minibatch import in_type
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
+from pipedream.graph.placements.placement import Mesh, device_count
 from pipedream.graph.plan import Plan
 from pipedream.runtime.pipeline import Pipeline
 
@@ -104,6 +106,65 @@ def test_a_loop_learns_what_the_plain_model_would(name: str, replicas: tuple[int
         assert tried == pytest.approx(expected[2], abs=1e-12)
         for key, tensor in expected[3].items():
             torch.testing.assert_close(torch.from_numpy(weights[key]), tensor, rtol=0, atol=1e-10)
+
+
+def _on_meshes(
+    plan: Plan, meshes: Sequence[Mesh | None], patterns: Mapping[str, str]
+) -> tuple[Plan, int]:
+    """The plan with each replica on a mesh, parameters placed so; and its ranks."""
+    data, ranks = plan.model_dump(exclude_none=True), 0
+    for stage, mesh in zip(data["stages"], meshes, strict=True):
+        count = len(stage["ranks"]) * device_count(mesh or ())
+        stage["ranks"] = tuple(range(ranks, ranks + count))
+        ranks += count
+        if mesh is not None:
+            stage |= {"mesh": mesh, "placements": {"parameters": dict(patterns)}}
+    data["cluster"]["machines"] = (ranks,)
+    return Plan.model_validate(data), ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "replicas", "meshes", "patterns"),
+    [
+        ("Chain", (1,), ((2,),), {"*weight": "S(0)"}),
+        ("Chain", (1, 1), ((2,), None), {"*weight": "S(1)"}),
+        ("Tied", (1, 1), (None, (2,)), {"*weight": "S(0)"}),
+        ("FrozenFirst", (2,), ((2,),), {"*weight": "S(0)", "*bias": "S(0)"}),
+    ],
+)
+def test_a_loop_on_meshes_learns_what_the_plain_model_would(
+    name: str,
+    replicas: tuple[int, ...],
+    meshes: tuple[Mesh | None, ...],
+    patterns: Mapping[str, str],
+) -> None:
+    """Minibatches of several sizes, gradients that add up, clipping, evaluation."""
+    plan, ranks = _on_meshes(_plan(name, replicas), meshes, patterns)
+    expected = _plain(name)
+    for losses, norms, tried, weights in run_processes(_train, ranks, name, plan, free_port()):
+        assert losses == pytest.approx(expected[0], abs=1e-12)
+        assert norms == pytest.approx(expected[1], rel=1e-9)
+        assert tried == pytest.approx(expected[2], abs=1e-12)
+        for key, tensor in expected[3].items():
+            torch.testing.assert_close(torch.from_numpy(weights[key]), tensor, rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_buffers_that_devices_have_in_parts_are_the_models_again() -> None:
+    """Statistics of microbatches, which each device has of some columns; in a loop they are whole."""
+    plan = _plan("Averaging", (1,))
+    (expected,) = run_processes(_train, 1, "Averaging", plan, free_port())
+    divided, ranks = _on_meshes(plan, ((2,),), {"mean": "S(0)", "*.weight": "S(0)"})
+    for losses, norms, tried, weights in run_processes(
+        _train, ranks, "Averaging", divided, free_port()
+    ):
+        assert losses == pytest.approx(expected[0], abs=1e-12)
+        assert norms == pytest.approx(expected[1], rel=1e-9)
+        assert tried == pytest.approx(expected[2], abs=1e-12)
+        assert weights.keys() == expected[3].keys()
+        for key, array in expected[3].items():
+            assert weights[key] == pytest.approx(array, abs=1e-10), key
 
 
 def _train_as_with_nccl(*args: Any) -> Any:
