@@ -152,7 +152,7 @@ def test_a_loop_on_meshes_learns_what_the_plain_model_would(
 
 @pytest.mark.slow
 def test_buffers_that_devices_have_in_parts_are_the_models_again() -> None:
-    """Statistics of microbatches: each device has some columns of them; in a loop they are whole."""
+    """Statistics of microbatches: each device has some columns; in a loop they are whole."""
     plan = _plan("Averaging", (1,))
     (expected,) = run_processes(_train, 1, "Averaging", plan, free_port())
     divided, ranks = _on_meshes(plan, ((2,),), {"mean": "S(0)", "*.weight": "S(0)"})
