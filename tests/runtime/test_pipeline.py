@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_models
 import small_models
 import strict_nccl
 import torch
+from commands import typed
+from joint_models import LENGTH, WORDS
 from order_runs import plan_of
 from plans import cut, make_plan
 from processes import free_port, run_processes
+from sharded_runs import write_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -150,9 +155,56 @@ def test_a_loop_on_meshes_learns_what_the_plain_model_would(
             torch.testing.assert_close(torch.from_numpy(weights[key]), tensor, rtol=0, atol=1e-10)
 
 
+def _language_losses(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module) -> list[float]:
+    """Those of a few steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, draw = [], torch.Generator().manual_seed(3)
+    for _ in range(4):
+        words = torch.randint(0, WORDS, (8, LENGTH + 1), generator=draw)
+        loss = loss_of(words[:, :-1], words[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _language_model() -> nn.Module:
+    torch.manual_seed(5)
+    return sharded_models.TiedWords().double()
+
+
+def _train_planned(rank: int, ranks: int, path: Path, port: int) -> list[float]:
+    _as_rank(rank, ranks, port)
+    model = _language_model()
+    pipeline = Pipeline(model, path, sharded_models.next_words, microbatches=2, device="cpu")
+    return _language_losses(lambda x, y: pipeline(x, target=y), model)
+
+
+@pytest.mark.slow
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("mesh", ["2", "2,2"])
+def test_a_loop_takes_the_meshes_that_pd_optimize_finds(tmp_path: Path, mesh: str) -> None:
+    """The loss is no part of the last stage here, and is of the plan's operators."""
+    write_config(tmp_path, "TiedWords", microbatches=2, evaluate_every=None)
+    links = ["--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2"]
+    ranks = 2 ** len(mesh.split(","))
+    for words in (
+        ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"],
+        ["pd-optimize", "graph.txt", "--machines", str(ranks), "--mesh", mesh, *links],
+    ):
+        done = typed(tmp_path, words)
+        assert done.code == 0, done.error
+    model = _language_model()
+    expected = _language_losses(lambda x, y: sharded_models.next_words(model(x), y), model)
+    path = tmp_path / "plan/plan.json"
+    for losses in run_processes(_train_planned, ranks, path, free_port()):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.slow
 def test_buffers_that_devices_have_in_parts_are_the_models_again() -> None:
-    """Statistics of microbatches: each device has some columns; in a loop they are whole."""
+    """Statistics of which each device has some columns; in a loop they are whole."""
     plan = _plan("Averaging", (1,))
     (expected,) = run_processes(_train, 1, "Averaging", plan, free_port())
     divided, ranks = _on_meshes(plan, ((2,),), {"mean": "S(0)", "*.weight": "S(0)"})
