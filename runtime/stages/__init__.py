@@ -3,5 +3,7 @@
 `partition` finds what each stage computes and which tensors pass between stages; `stage_module`
 runs one, with the seeds of `randomness`, and `stage_program` where backward passes are in halves or
 the stage is on a mesh, as `stage_sharding` divides it. `stage_forms` has the module for each
-minibatch, and captures those for further shapes. Begin with `partition`.
+minibatch, and captures those for further shapes; in a loop of the user's own a `divided_stage` has
+parts of whole parameters. `dtensor_placements` reads placements that were exported for torch. Begin
+with `partition`.
 """

@@ -98,6 +98,7 @@ def _timeouts(rank: int, ranks: int, port: int) -> list[float]:
     join(rank_info, connect_store(rank_info, 60.0), "gloo", cpu, 7.0)
     made = Communicators.connect([among(range(ranks), Use.SUMS)], cpu, "gloo", 7.0)
     groups = (dist.group.WORLD, made.sums(range(ranks)))
+    dist.barrier()  # a process that ends resets those that still connect to it
     return [each._get_backend(cpu).options._timeout.total_seconds() for each in groups]
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, read_plan
-from pipedream.runtime.dtensor_placements import stage_placements
+from pipedream.runtime.stages.dtensor_placements import stage_placements
 from pipedream.runtime.stages.stage_sharding import StageSharding
 
 Array = NDArray[np.float64]
