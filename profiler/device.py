@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+_CACHE_GUESS = 32 << 20
+"""Bytes of a cache, at least: what reads less than there is measures what stays in it."""
 
 
 def device_name(device: torch.device) -> str:
@@ -28,3 +32,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         words in str(error) for words in ("out of memory", "allocate memory")
     )
+
+
+def host_cache_bytes() -> int:
+    """Returns the size of the largest cache of the first core, or a guess."""
+    sizes = [_CACHE_GUESS]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text(encoding="ascii").strip().removesuffix("K")) << 10)
+    return max(sizes)

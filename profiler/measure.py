@@ -134,23 +134,31 @@ def measure(
                 updated = updates(captured, settings.device)
                 summed = gradient_sum_rate(captured, settings.device)
                 read = reading_seconds(loaded, settings.batch_size, settings.device)
+                graph = _timed(captured, times)
+                found = _operators(captured, inputs, loaded, settings, graph)
     except (IndexError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         raise _cannot_run(settings.model, error, loaded) from error
     measured = _Measurements(captured, times, kept, splits, updated, summed, read)
-    graph = _timed(captured, times)
     profile = _profile(measured, graph, settings)
-    size, ending = settings.batch_size, _ending(loaded, captured)
-    operators: OperatorProfile | None = None
+    if isinstance(found, CannotDivide):
+        profile = profile.model_copy(update={"no_operators": str(found)})
+        return Measured(graph, profile, None, undivided(captured))
+    return Measured(graph, profile, found, undivided(captured))
+
+
+def _operators(
+    captured: Captured, inputs: Sequence[Tensor], loaded: Loaded, settings: Settings, graph: Graph
+) -> OperatorProfile | CannotDivide:
+    """Returns the operators of the passes, or why they cannot be had."""
+    precision = Precision(loaded.autocast, settings.device).computing()
+    ending, shards = _ending(loaded, captured), settings.shards
+    of = captured, inputs, settings.batch_size, settings.device, precision, graph
     try:
-        operators = profile_operators(
-            *(captured, inputs, size, settings.device, precision.computing(), graph, *ending),
-            shards=settings.shards,
-        )
-    except CannotDivide as error:
-        profile = profile.model_copy(update={"no_operators": str(error)})
-    return Measured(graph, profile, operators, undivided(captured))
+        return profile_operators(*of, *ending, shards=shards)
+    except CannotDivide as reason:
+        return reason
 
 
 def _cannot_run(model: str, error: Exception, loaded: Loaded) -> UserError:

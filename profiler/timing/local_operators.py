@@ -13,7 +13,7 @@ import torch
 
 from pipedream.graph.placements.operators import Operator, OperatorGraph, TimedOperator
 from pipedream.graph.placements.placement import Mesh
-from pipedream.profiler.timing.operator_times import time_alone
+from pipedream.profiler.timing.operator_times import time_alone, touched_bytes
 from pipedream.sharding.rules import local_operator, strategies
 
 _WORTH = 0.99
@@ -40,7 +40,7 @@ def time_local_operators(
         locals_ = [each for mesh in meshes(shards) for each in local_operators(operator, mesh)]
         if divided := dict.fromkeys(each for each in locals_ if each != operator):
             wanted |= {operator: None, **divided}
-    timed = time_alone(wanted, device, _SECONDS)
+    timed = time_alone(wanted, device, _SECONDS, touched_bytes(graph))
     return tuple(
         TimedOperator(operator=operator, seconds=own)
         for operator in wanted

@@ -1,8 +1,10 @@
 """How the measured seconds of a node divide among its operators.
 
-Each distinct operator is timed alone, on random inputs that lie in memory one after the other. That
-is not what it takes in training, but how operators of one node compare. So the times of a node's
-forward operators are scaled to its measured forward pass, those of the others to the backward pass.
+Each distinct operator is timed alone, on random inputs that lie in memory one after the other; what
+else a minibatch has is read in between, since parameters that stayed in a cache from one repeat to
+the next would be read sooner than in training. The times are how operators of one node compare: so
+those of a node's forward operators are scaled to its measured forward pass, those of the others to
+the backward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 from pipedream.capture.programs.attribution import Attributed
 from pipedream.capture.programs.description import executable, execute
 from pipedream.graph.model import Graph
-from pipedream.graph.placements.operators import Operator, TensorType
+from pipedream.graph.placements.operators import Operator, OperatorGraph, TensorType
 from pipedream.profiler.timing.stopping_rule import no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 
@@ -38,7 +40,9 @@ def operator_seconds(
     out.
     """
     operators = {call.name: call.operator for call in attributed.graph.calls}
-    alone = seconds_alone(dict.fromkeys(operators.values()), device)
+    alone = seconds_alone(
+        dict.fromkeys(operators.values()), device, touched_bytes(attributed.graph)
+    )
     passes: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, node in attributed.nodes.items():
         passes[node, name in attributed.backward].append(name)
@@ -53,12 +57,19 @@ def operator_seconds(
     return {name: seconds[name] for name in operators}
 
 
-def seconds_alone(operators: Iterable[Operator], device: torch.device) -> dict[Operator, float]:
-    """Returns the seconds of each operator by itself. One that cannot be run so takes as long for
-    each byte of its inputs and outputs as is usual among the others.
+def touched_bytes(graph: OperatorGraph) -> int:
+    """Returns the bytes of all values of the graph."""
+    return sum(math.prod(each.shape) * each.element_bytes for each in graph.types().values())
+
+
+def seconds_alone(
+    operators: Iterable[Operator], device: torch.device, between: int = 0
+) -> dict[Operator, float]:
+    """Returns the seconds of each operator by itself, `between` as in `time_alone`. One that cannot
+    be run so takes as long for each byte of its inputs and outputs as is usual among the others.
     """
     distinct = list(operators)
-    timed = time_alone(distinct, device, _SECONDS / max(1, len(distinct)))
+    timed = time_alone(distinct, device, _SECONDS / max(1, len(distinct)), between)
     known = [seconds / _bytes(each) for each, seconds in timed.items() if seconds is not None]
     usual = statistics.median(known) if known else 1.0
     return {
@@ -68,13 +79,14 @@ def seconds_alone(operators: Iterable[Operator], device: torch.device) -> dict[O
 
 
 def time_alone(
-    operators: Iterable[Operator], device: torch.device, enough: float
+    operators: Iterable[Operator], device: torch.device, enough: float, between: int = 0
 ) -> dict[Operator, float | None]:
     """Returns the seconds of each operator by itself, the largest first; None for one that cannot
-    be run so. `enough`: after so many seconds an operator is not repeated further.
+    be run so. `enough`: after so many seconds an operator is not repeated further. `between`: bytes
+    that a minibatch touches from one execution of an operator to the next.
     """
     largest_first = sorted(operators, key=_bytes, reverse=True)
-    watch, random = stopwatch(device), _RandomValues(device)
+    watch, random = stopwatch(device, between), _RandomValues(device)
     with no_garbage_collection():
         return {each: _time(each, enough, watch, random) for each in largest_first}
 
