@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pipedream.graph.errors import UserError
+
+_T = TypeVar("_T")
 
 _LONGEST = 300
 """Characters of a message: those of torch can list every signature of a function."""
@@ -57,7 +59,7 @@ def call(source: str, function: Callable[..., Any], args: Mapping[str, Any]) -> 
     """Calls `function(**args)`; any error becomes a UserError with the user's file and line."""
     check_call(source, function, (), args)
     with blaming(source):
-        return function(**args)
+        return _beside_torchvision(lambda: function(**args))
 
 
 def check_call(
@@ -129,7 +131,7 @@ def _import(name: str, source: str, directory: Path | None) -> ModuleType:
             sys.path.insert(0, str(place.resolve()))
     with blaming(source):
         try:
-            return _import_beside_torchvision(name)
+            return _beside_torchvision(lambda: importlib.import_module(name))
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
@@ -140,15 +142,15 @@ def _import(name: str, source: str, directory: Path | None) -> ModuleType:
             ) from error
 
 
-def _import_beside_torchvision(name: str) -> ModuleType:
-    """Imports the module even if it imports a torchvision built for another torch."""
+def _beside_torchvision(do: Callable[[], _T]) -> _T:
+    """Imports, or calls what may import, even if a torchvision was built for another torch."""
     try:
-        return importlib.import_module(name)
+        return do()
     except Exception as error:
         if not any(_TORCHVISION_MISMATCH in str(each) for each in _causes(error)):
             raise
     import_torchvision()
-    return importlib.import_module(name)
+    return do()
 
 
 def import_torchvision() -> ModuleType:

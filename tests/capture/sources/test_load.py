@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipedream.capture.errors import user_code
-from pipedream.capture.errors.user_code import import_torchvision, load_function
+from pipedream.capture.errors.user_code import call, import_torchvision, load_function
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load, load_config, load_config_model, load_data
 from pipedream.capture.sources.minibatch import example, minibatch
@@ -214,25 +214,28 @@ def test_a_module_that_does_not_import_is_blamed_by_line(
         load_function(f"{user(text)}:f")
 
 
-def test_a_module_that_imports_a_torchvision_for_another_torch(
-    user: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("factory", ["def f(): pass", "def f():"])
+def test_a_torchvision_for_another_torch(
+    factory: str, user: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`from transformers import LlamaForCausalLM` failed so; "torchvision:resnet18" did not."""
+    """`from transformers import LlamaForCausalLM` failed so, in a module or in what makes a model;
+    "torchvision:resnet18" did not.
+    """
     declared: list[bool] = []
     monkeypatch.setattr(user_code, "import_torchvision", lambda: declared.append(True))
     monkeypatch.setattr(user_code, "declared", declared, raising=False)
-    name = user(
-        """
+    imports = """
 from pipedream.capture.errors.user_code import declared
 if not declared:
     try:
         raise RuntimeError("operator torchvision::nms does not exist")
     except RuntimeError as error:
         raise ModuleNotFoundError("Could not import module 'LlamaConfig'") from error
-def f(): pass
 """
-    )
-    assert load_function(f"{name}:f").__name__ == "f"
+    inside = factory.endswith(":")
+    name = user(factory + imports.replace("\n", "\n    ") if inside else imports + factory)
+    function = load_function(f"{name}:f")
+    call(name, function, {})
     assert declared == [True]
 
 
