@@ -46,6 +46,10 @@ class Distances:
     _known: dict[tuple[int, ...], tuple[dict[Placements, int], Floats]] = field(
         default_factory=dict, init=False, repr=False
     )
+    _sent: dict[tuple[Placements, Placements], tuple[int, int]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """Bytes and rounds of a step, which belongs to many sets of numbers of chunks."""
 
     def seconds(self, sources: tuple[Placements, ...], targets: tuple[Placements, ...]) -> Floats:
         """[source, target]: as `redistribute` takes. All must be possible placements."""
@@ -64,13 +68,33 @@ class Distances:
             number = {each: k for k, each in enumerate(_placements(self.tensor, chunks))}
             matrix = np.full((len(number), len(number)), np.inf)
             np.fill_diagonal(matrix, 0.0)
-            for steps in _steps_by_axis(self.tensor, number):
+            for steps in self._steps_by_axis(number):
                 matrix[steps.sources, steps.targets] = steps.seconds
             # D[s, t] = min(D[s, t], D[s, k] + D[k, t]) for k = 0, 1, ... (Floyd and Warshall)
             for middle in range(len(number)):
                 np.minimum(matrix, matrix[:, middle, None] + matrix[middle], out=matrix)
             self._known[chunks] = number, matrix
         return self._known[chunks]
+
+    def _steps_by_axis(self, number: dict[Placements, int]) -> Iterator[_AxisSteps]:
+        """The steps that `make_step` makes, with what depends on one end alone computed once."""
+        tensor = self.tensor
+        held = [elements_held(tensor.shape, tensor.mesh, each) for each in number]
+        for axis, link in enumerate(tensor.links):
+            sources, targets, sent, rounds = [], [], [], []
+            for ends in _pairs(tensor, number, axis):
+                source, target = number[ends[0]], number[ends[1]]
+                if ends not in self._sent:
+                    collective, size = sent_bytes(tensor, *ends, axis, held[source], held[target])
+                    self._sent[ends] = size, ring_rounds(collective, tensor.mesh[axis])
+                size, count = self._sent[ends]
+                sources.append(source)
+                targets.append(target)
+                sent.append(size)
+                rounds.append(count)
+            counts = np.array(rounds, dtype=np.float64)
+            per_round = np.array(sent) / np.maximum(counts, 1.0)  # 0 on an axis of one device
+            yield _AxisSteps(sources, targets, counts * link.seconds(per_round))
 
 
 @lru_cache(maxsize=10_000)
@@ -110,26 +134,9 @@ def _placements(tensor: MeshTensor, chunks: Sequence[int]) -> Iterator[Placement
             yield placements
 
 
-def _steps_by_axis(tensor: MeshTensor, number: dict[Placements, int]) -> Iterator[_AxisSteps]:
-    """The steps that `make_step` makes, with what depends on one end alone computed once."""
-    held = [elements_held(tensor.shape, tensor.mesh, each) for each in number]
-    for axis, link in enumerate(tensor.links):
-        sources, targets, sent, rounds = [], [], [], []
-        for source, target in _pairs(tensor, number, axis):
-            ends = number[source], number[target]
-            collective, size = sent_bytes(tensor, source, target, axis, *(held[k] for k in ends))
-            sources.append(ends[0])
-            targets.append(ends[1])
-            sent.append(size)
-            rounds.append(ring_rounds(collective, tensor.mesh[axis]))
-        counts = np.array(rounds, dtype=np.float64)
-        per_round = np.array(sent) / np.maximum(counts, 1.0)  # 0 on an axis of one device
-        yield _AxisSteps(sources, targets, counts * link.seconds(per_round))
-
-
 def _pairs(
     tensor: MeshTensor, number: dict[Placements, int], axis: int
-) -> Iterator[tuple[Placements, ...]]:
+) -> Iterator[tuple[Placements, Placements]]:
     """The placements between which one step on the axis leads."""
     groups: dict[tuple[Placements, Placements], list[Placements]] = {}
     for each in number:

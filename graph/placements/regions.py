@@ -97,10 +97,8 @@ def check_placements(shape: tuple[int, ...], mesh: Mesh, placements: Placements)
 
 def local_sizes(size: int, mesh: Mesh, placements: Placements, dim: int) -> set[int]:
     """Returns how many of the dimension's `size` elements devices hold: each number that occurs."""
-    sizes = {size}
-    for axis, placement in sharding_axes(placements, dim):
-        sizes = _split_sizes(sizes, mesh[axis], placement.chunks)
-    return sizes
+    cuts = tuple((mesh[axis], each.chunks) for axis, each in sharding_axes(placements, dim))
+    return set(_cut_sizes(size, cuts)) if cuts else {size}
 
 
 def intersection(first: Region, second: Region) -> Region:
@@ -149,6 +147,15 @@ def _split_sizes(sizes: Iterable[int], parts: int, chunks: int) -> set[int]:
         for size in sizes
         for begin, end in (split(size // chunks, parts, index) for index in (0, parts - 1))
     }
+
+
+@lru_cache(maxsize=100_000)
+def _cut_sizes(size: int, cuts: tuple[tuple[int, int], ...]) -> frozenset[int]:
+    """`cuts`: of each axis that shards the dimension the parts and the chunks."""
+    sizes = {size}
+    for parts, chunks in cuts:
+        sizes = _split_sizes(sizes, parts, chunks)
+    return frozenset(sizes)
 
 
 def _chunk_parts(size: int, parts: int, index: int, chunks: int) -> Intervals:

@@ -17,7 +17,7 @@ from pipedream.graph.placements.operators import (
     StageOutput,
     TensorType,
 )
-from pipedream.graph.placements.placement import Placements, Replicate, show_placements
+from pipedream.graph.placements.placement import Partial, Placements, Replicate, show_placements
 from pipedream.graph.placements.requests import Requests, requested_operators, requested_values
 from pipedream.optimizer.intra.labels import JointStrategy, Labels, OperatorLabels, Places
 from pipedream.optimizer.intra.problem import Floats, Ints, Problem, Value
@@ -134,12 +134,15 @@ class StageProblem:
     def _inputs(self) -> dict[str, Places]:
         """The placements of what is given, by value."""
         values = self._requested[0]
-        return {
-            each.value: Places.of(
-                (values[each.value],) if each.value in values else self._maker.of_input(each)
-            )
-            for each in self.graph.inputs
-        }
+        known: dict[object, Places] = {}  # one object for all layers, which then share tables
+        found = {}
+        for each in self.graph.inputs:
+            key = values.get(each.value, (each.role, each.type))
+            if key not in known:
+                wanted = values.get(each.value)
+                known[key] = Places.of(self._maker.of_input(each) if wanted is None else (wanted,))
+            found[each.value] = known[key]
+        return found
 
     @cached_property
     def _labels(self) -> dict[str, OperatorLabels]:
@@ -329,15 +332,17 @@ class StageProblem:
         type_ = self.types[output.value]
         known, role = self._distances(type_), output.role.removesuffix(" gradient")
         number: dict[Placements, int] = {}
-        at_once = [
-            [
-                number.setdefault(
-                    output_target(output, each, {(role, output.name): own}), len(number)
+        by_sums: dict[tuple[bool, ...], list[int]] = {}  # all that it depends on
+        at_once = []
+        for each in places.distinct:
+            sums = tuple(own == Partial() for own in each)
+            if sums not in by_sums:
+                ends = (
+                    output_target(output, each, {(role, output.name): own})
+                    for own in target.distinct
                 )
-                for own in target.distinct
-            ]
-            for each in places.distinct
-        ]
+                by_sums[sums] = [number.setdefault(end, len(number)) for end in ends]
+            at_once.append(by_sums[sums])
         now = known.seconds(places.distinct, tuple(number))
         later = known.seconds(tuple(number), target.distinct) / self.accounting.minibatches
         rows, columns = np.ogrid[: len(places.distinct), : len(target.distinct)]

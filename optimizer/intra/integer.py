@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from pipedream.optimizer.intra.problem import Floats, Ints, Problem, Value
 
@@ -75,6 +73,9 @@ class _Program:
             self._row(-np.inf, self.problem.limit, entries)
 
     def solve(self, seconds: float | None) -> IntegerSolution:
+        from scipy.optimize import Bounds, LinearConstraint, milp  # takes long, is seldom needed
+        from scipy.sparse import coo_array
+
         entries = [
             (row, column, factor)
             for row, (_, _, own) in enumerate(self.rows)
