@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.operators import (
+    Operator,
     OperatorCall,
     OperatorGraph,
     StageInput,
@@ -76,7 +77,7 @@ class StageProblem:
         ends = [(np.zeros(1), np.zeros(1)) for _ in self.graph.outputs]
         seconds, held = zip(*inputs, *calls, *ends, strict=True)
         values = [*self._values(), *self._gradients()]
-        return Problem(seconds, held, values, self.accounting.limit)
+        return Problem(seconds, held, values, self.accounting.limit, self._kinds)
 
     def assignment(self, labels: Ints) -> Assignment:
         """The strategies of these labels of the problem."""
@@ -110,6 +111,17 @@ class StageProblem:
             for each in parameters
         )
         return work + moved + accounting.parameter_seconds * held
+
+    @property
+    def _kinds(self) -> tuple[Hashable, ...]:
+        """Of the variables: for equal operators, or parameters, with equal labels the same."""
+        operators: dict[Operator, int] = {}
+        inputs = [("given", e.role, id(self._inputs[e.value])) for e in self.graph.inputs]
+        calls = [
+            (operators.setdefault(each.operator, len(operators)), id(self._labels[each.name]))
+            for each in self.graph.calls
+        ]
+        return (*inputs, *calls, *("end" for _ in self.graph.outputs))
 
     @cached_property
     def types(self) -> dict[str, TensorType]:

@@ -1,5 +1,7 @@
 """The best labels of a problem, with a proof of how good they are.
 
+0. If it has equal layers: the best labels that are the same for all of these (`ties`). They are a
+   choice of the whole problem, and the messages that prove them best a good start for it.
 1. Message passing bounds all choices from below.
 2. Labels that the bound has nothing against, or next to nothing, are few enough for elimination,
    which finds the best among them: a good choice, often the best.
@@ -24,6 +26,7 @@ from pipedream.optimizer.intra.elimination import eliminate
 from pipedream.optimizer.intra.integer import column_count, integer_program
 from pipedream.optimizer.intra.messages import Messages
 from pipedream.optimizer.intra.problem import Ints, Problem
+from pipedream.optimizer.intra.ties import tie
 
 TIE = 1e-9
 """Relative difference below which two sums are equal."""
@@ -31,7 +34,16 @@ TIE = 1e-9
 _SWEEPS = 20
 """Each time, before the bound is used."""
 
+_FEWER_SWEEPS = 10
+"""The same, where the messages begin with those of tied layers."""
+
 _MOST_SWEEPS = 2000
+
+_MUCH_SMALLER = 0.5
+"""Of the variables of a problem, so many may be left for ties to be of use."""
+
+_OF_THE_TIME = 0.3
+"""For tied layers at most."""
 
 _NOTHING_AGAINST = 1e-6
 """Labels whose bound is above the bound of all by no more than this part of it are tried."""
@@ -58,13 +70,15 @@ _CLOSE = 1e-3
 @dataclass(frozen=True)
 class Choice:
     """`labels`: of each variable; None if none keeps the limit of bytes. `bound`: seconds that no
-    choice takes less than; `sweeps`: of message passing, in all.
+    choice takes less than; `sweeps`: of message passing, in all. `tied`: of the problem in which
+    equal layers have equal labels, if there are enough of them.
     """
 
     labels: Ints | None
     seconds: float
     bound: float
     sweeps: int
+    tied: Choice | None = None
 
     @property
     def proven(self) -> bool:
@@ -82,10 +96,14 @@ class _Search:
         self.problem, self.until = problem, until
         self.best: Ints | None = None
         self.seconds, self.bound, self.sweeps = inf, -inf, 0
+        self.messages = Messages.of(problem)
+        """At no price."""
+        self.tied: Choice | None = None
 
     def run(self) -> Choice:
-        messages = self._at_price(0.0, None, TIE)
-        if self.problem.limit is not None and self.seconds == inf:
+        few = self._begin_tied()
+        messages = self._pass(self.messages, TIE, _FEWER_SWEEPS if few else _SWEEPS)
+        if self.problem.limit is not None and not self._choice().proven:
             messages = self._bisect(messages)
         if not self._choice().proven:
             self._finish(messages)
@@ -93,17 +111,33 @@ class _Search:
 
     def _choice(self) -> Choice:
         bound = min(self.bound, self.seconds)
-        return Choice(self.best, self.seconds, bound, self.sweeps)
+        return Choice(self.best, self.seconds, bound, self.sweeps, self.tied)
 
-    def _at_price(self, price: float, before: Messages | None, close: float) -> Messages:
-        """Passes messages and looks for choices, until the best is as close to the bound."""
+    def _begin_tied(self) -> bool:
+        """Begins with the best labels of tied layers and their messages, if there are any."""
+        if not self.problem.kinds:
+            return False
+        joined = tie(self.problem)
+        if len(joined.problem.seconds) > _MUCH_SMALLER * len(self.problem.seconds):
+            return False
+        search = _Search(joined.problem, monotonic() + _OF_THE_TIME * (self.until - monotonic()))
+        self.tied = search.run()
+        if self.tied.labels is not None:
+            self.try_(joined.expanded(self.tied.labels), 0.0)
+        self.messages.continue_from_joined(joined, search.messages)
+        return True
+
+    def _at_price(self, price: float, before: Messages, close: float) -> Messages:
         messages = Messages.of(self.problem, price)
-        if before is not None:
-            messages.continue_from(before)
-        priced, least, most = _Priced(self, messages, price), -inf, self.sweeps + _MOST_SWEEPS
+        messages.continue_from(before)
+        return self._pass(messages, close, _SWEEPS)
+
+    def _pass(self, messages: Messages, close: float, sweeps: int) -> Messages:
+        """Passes messages and looks for choices, until the best is as close to the bound."""
+        priced, least, most = _Priced(self, messages), -inf, self.sweeps + _MOST_SWEEPS
         while True:
-            messages.sweep(_SWEEPS)
-            self.sweeps += _SWEEPS
+            messages.sweep(sweeps)
+            self.sweeps += sweeps
             priced.improve(close)
             stalled = priced.bound <= least + _STALLED * abs(least) or self.sweeps >= most
             least = priced.bound
@@ -166,9 +200,16 @@ class _Priced:
 
     search: _Search
     messages: Messages
-    price: float
     seconds: float = inf
     bound: float = -inf
+
+    def __post_init__(self) -> None:
+        if self.price == 0.0 and self.search.problem.limit is None:
+            self.seconds = self.search.seconds  # of what is known already
+
+    @property
+    def price(self) -> float:
+        return self.messages.price
 
     def is_within(self, close: float) -> bool:
         return self.seconds <= self.bound * (1 + close) + 1e-30
@@ -176,6 +217,8 @@ class _Priced:
     def improve(self, close: float) -> None:
         before = self.bound
         self._raise(self.messages.bound())
+        if self.is_within(close):
+            return
         self._try(self.messages.labels())
         if self.is_within(close) or self.bound - before > _SETTLED * abs(before):
             return

@@ -33,7 +33,9 @@ class Variables(NamedTuple):
 
 class Slots(NamedTuple):
     """A slot is a member of a factor. `places[place + label]`: the placement of a label;
-    `message`: where its messages begin; `turn`: 1 in the forward and 2 in the backward pass.
+    `message`: where its messages begin, and at the end where those of the last one end; `turn`: 1
+    in the forward and 2 in the backward pass; `ahead`, `behind`: for how many values it stands if
+    the factor has members after or before its variable, else 0.
     """
 
     factor: Ints
@@ -42,8 +44,8 @@ class Slots(NamedTuple):
     turn: Ints
     places: Ints
     usable: Ints
-    ahead: Ints
-    behind: Ints
+    ahead: Floats
+    behind: Floats
 
 
 class Factors(NamedTuple):

@@ -27,6 +27,7 @@ from pipedream.optimizer.intra.factors import (
     Variables,
     Work,
 )
+from pipedream.optimizer.intra.joining import Joined
 from pipedream.optimizer.intra.problem import Floats, Ints, Problem, Value
 
 _ALL = 1e6
@@ -47,6 +48,8 @@ class Messages:
     unit: float
     """In seconds."""
     price: float
+    first_factor: Sequence[int]
+    """Of each value; the next one's at the end."""
 
     @staticmethod
     def of(problem: Problem, price: float = 0.0) -> Messages:
@@ -87,6 +90,41 @@ class Messages:
         self.messages[usable] = before.messages[usable] * (before.unit / self.unit)
         passing.apply(self.variables, self.slots, self.unary, self.messages)
 
+    def continue_from_joined(self, joined: Joined, before: Messages) -> None:
+        """Begins with the messages of a problem in which variables are joined, at the same price:
+        each value has its part of those of the one it has become.
+        """
+        ratio = before.unit / self.unit
+        for number, merged in enumerate(joined.values):
+            if merged is None:
+                continue
+            given, ends = self._ends(number)
+            its_given, its_ends = before._ends(merged.value)
+            count = before.problem.values[merged.value].count
+            sources = np.sum([before._known(own) for own in its_given], axis=0)
+            for own, readers in zip(given, _blocks(len(ends)), strict=True):
+                share = len(readers) / max(1, len(ends)) / count
+                self._set(own, ratio * share * sources)
+            for own, place in zip(ends, merged.readers, strict=True):
+                share = 1 / merged.readers.count(place) / count
+                self._set(own, ratio * share * before._known(its_ends[place]))
+        passing.apply(self.variables, self.slots, self.unary, self.messages)
+
+    def _ends(self, value: int) -> tuple[list[slice], list[slice]]:
+        """Where messages of a value are: of its source in each factor, and of its readers."""
+        begin, sources, readers = self.slots.message, list[slice](), list[slice]()
+        for f in range(self.first_factor[value], self.first_factor[value + 1]):
+            first, end = self.factors.first[f], self.factors.first[f + 1]
+            sources.append(slice(begin[first], begin[first + 1]))
+            readers += [slice(begin[k], begin[k + 1]) for k in range(first + 1, end)]
+        return sources, readers
+
+    def _known(self, own: slice) -> Floats:
+        return np.where(self.slots.usable[own] == 1, self.messages[own], 0.0)
+
+    def _set(self, own: slice, messages: Floats) -> None:
+        self.messages[own] = np.where(self.slots.usable[own] == 1, messages, self.messages[own])
+
 
 class _Builder:
     def __init__(self, problem: Problem, price: float) -> None:
@@ -105,7 +143,7 @@ class _Builder:
         heads: list[tuple[int, ...]] = []
         places: list[Ints] = []
         spans: list[int] = []
-        first = [0]
+        first, first_factor = [0], [0]
         for value in problem.values:
             for readers in _blocks(len(value.readers)):
                 share = len(readers) / max(1, len(value.readers))
@@ -118,6 +156,7 @@ class _Builder:
                 spans += [sizes[0], *[sizes[1]] * len(readers)]
                 heads.append((*sizes, *place))
                 first.append(len(members))
+            first_factor.append(len(heads))
         variable = np.array(members, dtype=np.intp)
         firsts = np.array(first, dtype=np.intp)
         message = np.concatenate([[0], np.cumsum(spans)]).astype(np.intp)
@@ -128,6 +167,10 @@ class _Builder:
         earliest = np.minimum.reduceat(variable, firsts[:-1]) if len(heads) else variable
         columns = np.array(heads, dtype=np.intp).reshape(-1, 6).T
         given, wanted, table, base, cases, kinds = columns
+        counts_ = [value.count for value in problem.values]
+        weights = np.repeat(np.repeat(counts_, np.diff(first_factor)), np.diff(firsts)).astype(
+            float
+        )
         order = np.argsort(variable, kind="stable")
         slot_counts = np.bincount(variable, minlength=len(counts))
         messages = Messages(
@@ -136,12 +179,12 @@ class _Builder:
             Slots(
                 factor,
                 place_of[:-1],
-                message[:-1],
+                message,
                 np.array(turns, dtype=np.intp),
                 flat.astype(np.intp),
                 np.zeros(message[-1], dtype=np.intp),
-                (latest[factor] > variable).astype(np.intp),
-                (earliest[factor] < variable).astype(np.intp),
+                np.where(latest[factor] > variable, weights, 0.0),
+                np.where(earliest[factor] < variable, weights, 0.0),
             ),
             Factors(
                 *(firsts, given, wanted, table, base, cases, kinds),
@@ -153,6 +196,7 @@ class _Builder:
             _work(max(spans, default=1)),
             self.unit,
             self.price,
+            first_factor,
         )
         passing.begin(messages.variables, messages.slots, messages.unary, messages.messages)
         return messages

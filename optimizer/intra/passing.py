@@ -37,7 +37,7 @@ def apply(variables, slots, unary, messages):  # type: ignore[no-untyped-def]
 @njit(cache=True)
 def sweep(forward, variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
     """Each variable receives all that its factors know, and sends it on to those with members that
-    come after it (or before it, backward), in equal parts.
+    come after it (or before it, backward), in equal parts for each value that they stand for.
     """
     free = np.full(len(slots.factor), -1)
     count = len(variables.first) - 1
@@ -45,17 +45,18 @@ def sweep(forward, variables, slots, factors, unary, messages, work):  # type: i
         v = step if forward else count - 1 - step
         own = unary[variables.first[v] : variables.first[v + 1]]
         begin, end = variables.first_slot[v], variables.first_slot[v + 1]
-        ahead, behind = 0, 0
+        ahead, behind = 0.0, 0.0
         for slot in variables.slots[begin:end]:
             ahead += slots.ahead[slot]
             behind += slots.behind[slot]
             size = minima(slot, slots, factors, messages, free, work)
             _move(slot, size, 1.0, own, slots, messages, work.out)
-        before, share = own - own.min(), 1.0 / max(1, ahead, behind)
+        before, share = own - own.min(), 1.0 / max(1.0, ahead, behind)
         for slot in variables.slots[begin:end]:
-            if slots.ahead[slot] if forward else slots.behind[slot]:
+            weight = slots.ahead[slot] if forward else slots.behind[slot]
+            if weight > 0.0:
                 size = _project(slot, before, slots, factors, work.out)
-                _move(slot, size, -share, own, slots, messages, work.out)
+                _move(slot, size, -share * weight, own, slots, messages, work.out)
 
 
 @njit(cache=True)

@@ -13,7 +13,7 @@ pass has brought it there, else the one that was given, to be moved again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import NamedTuple, TypeAlias
@@ -32,6 +32,7 @@ class Value:
 
     `backward[k]`: whether reader k is in the backward pass. `given_bytes`, `wanted_bytes`: what a
     device keeps of it in each placement; `same[given]`: the wanted placement that this is, else -1.
+    `count`: how many equal values it stands for, whose seconds and bytes are added up.
     """
 
     source: int
@@ -43,6 +44,7 @@ class Value:
     given_bytes: Floats
     wanted_bytes: Floats
     same: Ints
+    count: int = 1
 
     def cost(self, given: Ints, wanted: Sequence[Ints]) -> tuple[Floats, Floats]:
         """Seconds and bytes where it is given and wanted so; arrays that broadcast."""
@@ -95,13 +97,15 @@ class Amounts(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Problem:
     """`seconds[variable][label]` and `bytes[variable][label]`; infinite seconds rule a label out.
-    `limit`: of all bytes; None for none.
+    `limit`: of all bytes; None for none. `kinds`: the same for variables that stand for equal
+    operators, with the same labels in the same order; empty if all differ.
     """
 
     seconds: Sequence[Floats]
     bytes: Sequence[Floats]
     values: Sequence[Value]
     limit: float | None = None
+    kinds: Sequence[Hashable] = ()
 
     def __post_init__(self) -> None:
         assert len(self.seconds) == len(self.bytes)
@@ -129,4 +133,5 @@ class Problem:
             [own[labels] for own, labels in zip(self.bytes, alive, strict=True)],
             [value.restricted(alive) for value in self.values],
             self.limit,
+            self.kinds,
         )

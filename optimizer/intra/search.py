@@ -24,13 +24,15 @@ _SWEEPS = 20
 @dataclass(frozen=True)
 class Sharding:
     """`seconds` of a minibatch on each device, as `StageProblem` counts, and a `bound` that no
-    sharding of the graph on the mesh takes less than.
+    sharding of the graph on the mesh takes less than. `tied`: seconds of the best one that is the
+    same for all equal layers (`ties`), if that was found.
     """
 
     assignment: Assignment
     method: IntraOp
     seconds: float
     bound: float
+    tied: float | None = None
 
     @property
     def gap(self) -> float:
@@ -49,7 +51,9 @@ def find_sharding(stage: StageProblem, method: IntraOp, seconds: float = 30.0) -
         choice = solve(stage.problem, seconds)
         if choice.labels is None:
             return None
-        return Sharding(stage.assignment(choice.labels), "exact", choice.seconds, choice.bound)
+        tied = choice.tied.seconds if choice.tied is not None and choice.tied.proven else None
+        assignment = stage.assignment(choice.labels)
+        return Sharding(assignment, "exact", choice.seconds, choice.bound, tied)
     messages = Messages.of(stage.problem)
     messages.sweep(_SWEEPS)
     search = propagate if method == "propagate" else recursive

@@ -148,7 +148,11 @@ def proof(sharding: ModelSharding) -> str:
         return ""
     mesh = " x ".join(map(str, sharding.mesh))
     if found.gap == 0.0:
-        return f"No other division of the whole model's operators on {mesh} devices is faster."
+        text = f"No other division of the whole model's operators on {mesh} devices is faster."
+        if found.tied is not None and found.seconds > 0:
+            more = max(0.0, 100 * (found.tied / found.seconds - 1))
+            text += f" The best that is the same for all equal layers costs {more:.2f} % more."
+        return text
     return (
         f"Another division of the whole model's operators on {mesh} devices may be faster, by"
         f" {100 * found.gap:.1f} % at most."

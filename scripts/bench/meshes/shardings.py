@@ -6,7 +6,8 @@
 MODEL and its inputs are given as to pd-profile.
 `trace` captures the model without data (meta device) and writes operators.json, with seconds that
 follow from each operator's flops and bytes. `solve` reads it and finds the best sharding on a mesh,
-with its proof, in a process of its own: what it prints last is what the whole of it took.
+with its proof, in a process of its own: what it prints last is what the whole of it took. `tied`:
+seconds of the best one that is the same for all equal layers.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ def solve(folder: Path, mesh: tuple[int, ...], price: float = 0.0) -> None:
                 "seconds": choice.seconds,
                 "bound": choice.bound,
                 "proven": choice.proven,
+                "tied": choice.tied and choice.tied.seconds,
+                "tied_proven": choice.tied and choice.tied.proven,
                 "whole": math.fsum(profile.seconds.values()),
                 "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
                 "process": round(time.perf_counter() - BEGAN, 2),
