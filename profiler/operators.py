@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.programs.attribution import attribute
+from pipedream.capture.programs.attribution import Attributed, attribute
 from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.graph.model import Graph
-from pipedream.graph.placements.operators import OperatorProfile
+from pipedream.graph.placements.operators import Operator, OperatorProfile
+from pipedream.profiler.discovery.known import discover
+from pipedream.profiler.discovery.separate import Outcome
 from pipedream.profiler.timing.local_operators import time_local_operators
 from pipedream.profiler.timing.operator_times import operator_seconds
+from pipedream.sharding.rules import RULES
 
 _LONGEST = 200
 """Characters of a reason: torch explains at length."""
@@ -47,6 +51,7 @@ def profile_operators(
             with suppress(CannotDivide):
                 attributed = attribute(captured, inputs, device, precision, loss, target)
         attributed = attributed or attribute(captured, inputs, device, precision)
+        attributed, reasons = _discovered(attributed)
         seconds = operator_seconds(attributed, graph, device)
         local_seconds = time_local_operators(attributed.graph, seconds, shards, device)
     except Exception as error:
@@ -61,4 +66,26 @@ def profile_operators(
         nodes=dict(attributed.nodes),
         seconds=seconds,
         local_seconds=local_seconds,
+        undivided=reasons,
     )
+
+
+def _discovered(attributed: Attributed) -> tuple[Attributed, dict[str, str]]:
+    """Returns the operators that no rule knows with the ways to divide them that running them
+    shows; by target, why some have none.
+    """
+    operators = (call.operator for call in attributed.graph.calls)
+    unknown = [each for each in dict.fromkeys(operators) if each.family not in RULES]
+    outcomes = discover(unknown) if unknown else {}
+    calls = tuple(
+        call.model_copy(update={"operator": _with_ways(call.operator, outcomes)})
+        for call in attributed.graph.calls
+    )
+    graph = attributed.graph.model_copy(update={"calls": calls})
+    reasons = {each.target: reason for each, (_, reason) in outcomes.items() if reason}
+    return replace(attributed, graph=graph), reasons
+
+
+def _with_ways(operator: Operator, outcomes: Mapping[Operator, Outcome]) -> Operator:
+    ways, _ = outcomes.get(operator, ((), ""))
+    return operator.model_copy(update={"ways": ways}) if ways else operator

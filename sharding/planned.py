@@ -10,12 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from pipedream.graph.placements.operators import Operator, OperatorCall, OperatorGraph
+from pipedream.graph.placements.operators import Operator, OperatorCall, OperatorGraph, Way
 from pipedream.graph.placements.placement import Mesh, Placement, Shard
 from pipedream.graph.placements.strategy_texts import CallPlacements, NodeStrategies
 from pipedream.sharding.assignment import Assignment
 from pipedream.sharding.axis import local_operators
-from pipedream.sharding.rules import strategies
+from pipedream.sharding.rules import RULES, strategies
+from pipedream.sharding.rules.discovered import as_way
 from pipedream.sharding.rules.strategy import R, Strategy
 
 _Key: TypeAlias = tuple[str, bool, str, int]
@@ -81,6 +82,8 @@ def follow(
         each is not None for each in placements.outputs
     ]:
         return None
+    if operator.family not in RULES:  # a plan says all that is known of it; ranks try it
+        operator = operator.model_copy(update={"ways": _ways(operator, placements, len(mesh))})
     chosen: tuple[Strategy, ...] = ()
     for axis, devices in enumerate(mesh):
         wanted = _on_axis(placements, axis)
@@ -97,6 +100,19 @@ def follow(
             return None
         chosen = (*chosen, found)
     return chosen
+
+
+def _ways(operator: Operator, placements: CallPlacements, axes: int) -> tuple[Way, ...]:
+    """Returns how the plan divides the operator on each axis."""
+    return tuple(
+        as_way(
+            Strategy(
+                tuple(each[axis] for each in placements.inputs),
+                tuple(R if each is None else each[axis] for each in placements.outputs),
+            )
+        )
+        for axis in range(axes)
+    )
 
 
 def _on_axis(placements: CallPlacements, axis: int) -> tuple[Placement, ...]:

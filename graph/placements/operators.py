@@ -16,10 +16,11 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, read_artifact
+from pipedream.graph.placements.placement import parse_placements
 
 
 class TensorType(ArtifactModel):
@@ -53,6 +54,23 @@ Scalar: TypeAlias = bool | int | float | str | Input | Special | None
 Argument: TypeAlias = Scalar | tuple[Scalar, ...]
 
 
+class Way(ArtifactModel):
+    """A way in which the devices of one mesh axis can divide an operator: the placement of each of
+    its inputs and outputs, such as `S(0)`, `P` or `R`.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @field_validator("inputs", "outputs")
+    @classmethod
+    def _check(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for text in texts:
+            if len(parse_placements(text)) != 1:
+                raise ValueError(f"{text!r}: write one placement, such as S(0)")
+        return texts
+
+
 class Operator(ArtifactModel):
     """An ATen operator, its arguments and the types of its inputs and outputs."""
 
@@ -65,6 +83,8 @@ class Operator(ArtifactModel):
     """None for an output that is not computed, such as a gradient that nobody wants."""
     writes: tuple[NonNegativeInt, ...] = ()
     """The numbers of the inputs that it changes, such as the statistics of batch norm."""
+    ways: tuple[Way, ...] = ()
+    """How it can be divided, as was found by running it: of one that no rule knows."""
 
     @property
     def family(self) -> str:
@@ -225,6 +245,8 @@ class OperatorProfile(ArtifactModel):
     """Of what devices have of divided operators, and of the whole ones timed in the same way: their
     ratios tell what dividing saves. Empty without `pd-profile --shards`.
     """
+    undivided: dict[str, str] = Field(default={})
+    """By target, of operators that no rule knows: why no way to divide them was found."""
 
     @model_validator(mode="after")
     def _check(self) -> OperatorProfile:
@@ -285,6 +307,9 @@ def _check_arguments(where: str, operator: Operator) -> None:
     numbers = [each.input for each in scalars if isinstance(each, Input)] + [*operator.writes]
     if any(number >= len(operator.inputs) for number in numbers):
         raise ValueError(f"{where}: an argument is none of the operator's inputs")
+    sizes = len(operator.inputs), len(operator.outputs)
+    if any((len(way.inputs), len(way.outputs)) != sizes for way in operator.ways):
+        raise ValueError(f"{where}: a way has not as many placements as the operator tensors")
 
 
 def _scalars(argument: Argument) -> tuple[Scalar, ...]:

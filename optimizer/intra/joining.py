@@ -99,14 +99,15 @@ class _Joiner:
                 joints.append(joint)
                 wanted.append(followed)
             places.append(ends[end])
+        backward = tuple(when for _, when, _ in ends)
         if all(joint == source for joint in joints):
-            seconds, held = value.cost(given, wanted)
+            seconds, held = replace(value, backward=backward).cost(given, wanted)
             self.seconds[source] = self.seconds[source] + seconds
             self.bytes[source] = self.bytes[source] + held
             return None
         key = source, given.tobytes(), value.same.tobytes(), value.keeps, *ends
         if key not in self.known:
-            readers, backward = self._distinct(source, joints), tuple(when for _, when, _ in ends)
+            readers = self._distinct(source, joints)
             made = replace(
                 value,
                 source=source,

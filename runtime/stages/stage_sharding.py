@@ -18,11 +18,17 @@ from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.divisible import divisible
 from pipedream.capture.programs.joint import Joint
 from pipedream.capture.programs.localize import BoundaryPlacements, localize
+from pipedream.capture.programs.trial import can_be_divided
 from pipedream.comm.redistribute import extract
 from pipedream.comm.teams import TeamGroups
 from pipedream.comm.tied_sums import GradientPart
 from pipedream.graph.errors import UserError
-from pipedream.graph.placements.operators import OperatorGraph, TensorType, estimated_seconds
+from pipedream.graph.placements.operators import (
+    Operator,
+    OperatorGraph,
+    TensorType,
+    estimated_seconds,
+)
 from pipedream.graph.placements.placement import Partial, Placements, Replicate
 from pipedream.graph.placements.regions import Region, held_region, whole
 from pipedream.graph.placements.requests import Requests
@@ -31,7 +37,8 @@ from pipedream.runtime.stages.crossings import Crossings
 from pipedream.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
 from pipedream.sharding.planned import follow, planned_placements
 from pipedream.sharding.propagate import propagate
-from pipedream.sharding.rules.strategy import Strategy
+from pipedream.sharding.rules import RULES
+from pipedream.sharding.rules.strategy import Strategy, replicated
 from pipedream.sharding.steps import Step
 
 
@@ -108,6 +115,7 @@ class StageSharding:
                 continue
             chosen = follow(call.operator, planned[call.name], sizes)
             if chosen is not None:
+                self._try(call.operator, chosen)
                 possible[call.name] = chosen
             elif not self.placed and self.same_passes:
                 raise UserError(
@@ -116,6 +124,18 @@ class StageSharding:
                     " be divided as the plan says: make the plan again, from a new profile"
                 )
         return possible
+
+    def _try(self, operator: Operator, chosen: tuple[Strategy, ...]) -> None:
+        """Raises UserError if an operator that no rule knows, run whole and in parts, is not
+        divided so. Its code may have changed since it was profiled.
+        """
+        if operator.family in RULES or chosen == (replicated(operator),) * len(chosen):
+            return
+        if not can_be_divided(operator, chosen, self.mesh.sizes):
+            raise UserError(
+                f"operators: {operator.target} gives something else in parts, as the plan divides"
+                " it, than whole: profile the model again"
+            )
 
     def _boundary_placements(
         self,

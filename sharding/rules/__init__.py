@@ -1,7 +1,8 @@
 """Rules: how each ATen operator can be divided among the devices of a mesh axis. No torch.
 
 `strategies(operator, devices)` gives the ways, `local_operator` what a device then executes. An
-operator without a rule has one way: all devices do the same. The backward pass needs no rules of
+operator without a rule is divided as was found by running it (`discovered`), or all devices do the
+same. The backward pass needs no rules of
 its own kind, since it consists of ATen operators too. In a few ways the devices add something up in
 the middle of the operator (`summed_types`).
 
@@ -17,6 +18,7 @@ from functools import lru_cache
 from pipedream.graph.placements.operators import Operator, TensorType
 from pipedream.sharding.rules import (
     convolutions,
+    discovered,
     images,
     lookups,
     normalizations,
@@ -54,19 +56,17 @@ def strategies(
 
     Dimensions are also sharded in these numbers of chunks, where that is the same to the operator.
     """
-    rule, candidates = RULES.get(operator.family), [replicated(operator)]
-    if rule is not None:
-        unchunked = rule.divisions(operator, devices)
-        candidates += (
-            each for each in in_chunks(unchunked, chunks) if rule.allows(operator, each, devices)
-        )
+    rule, candidates = _rule(operator), [replicated(operator)]
+    unchunked = rule.divisions(operator, devices)
+    candidates += (
+        each for each in in_chunks(unchunked, chunks) if rule.allows(operator, each, devices)
+    )
     return tuple(dict.fromkeys(each for each in candidates if fits(operator, each, devices)))
 
 
 def summed_types(operator: Operator) -> tuple[TensorType, ...]:
     """Returns the types of what devices add up in the operator's middle, if its strategy does."""
-    rule = RULES.get(operator.family)
-    return () if rule is None else rule.sums(operator)
+    return _rule(operator).sums(operator)
 
 
 def local_operator(operator: Operator, strategy: Strategy, devices: int, index: int) -> Operator:
@@ -85,5 +85,8 @@ def local_operator(operator: Operator, strategy: Strategy, devices: int, index: 
         for type_, placement in zip(operator.outputs, strategy.outputs, strict=True)
     )
     local = operator.model_copy(update={"inputs": inputs, "outputs": outputs})
-    rule = RULES.get(operator.family)
-    return local if rule is None else local.with_arguments(dict(rule.arguments(operator, local)))
+    return local.with_arguments(dict(_rule(operator).arguments(operator, local)))
+
+
+def _rule(operator: Operator) -> DivisionRule:
+    return RULES.get(operator.family, discovered.RULE)

@@ -1,0 +1,135 @@
+"""All ways to divide one operator, found by running it on parts of its inputs.
+
+After EasyDist (section 3, annotation of operators): dimensions of inputs that have one size are
+divided together or apart, each combination is tried, and what the devices compute is put together.
+In place of annotations the ways are placements. A tensor may also be given in terms of a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, combinations, islice, product
+
+from pipedream.capture.programs.trial import CannotTry, Trial, can_be_divided
+from pipedream.graph.placements.operators import Operator, TensorType, Way
+from pipedream.graph.placements.placement import Partial, Placement, Replicate, Shard
+from pipedream.profiler.discovery.sizes import with_small_sizes
+from pipedream.sharding.rules.discovered import as_way
+from pipedream.sharding.rules.strategy import Strategy, fits
+
+R, P = Replicate(), Partial()
+_DEVICES = (2, 3)
+"""Numbers of devices that are tried: of three, parts are uneven."""
+_MOST_COMBINATIONS = 5000
+_MOST_ELEMENTS = 2**26
+"""Of the tensors of an operator that is tried in its true sizes."""
+_MOST_SMALL_ELEMENTS = 2**22
+
+
+def find_ways(
+    operator: Operator, first: int = 0, begins: Callable[[int], None] = lambda number: None
+) -> Iterator[Way]:
+    """Yields the ways in which any number of devices can divide it, of the combinations from the
+    `first` one on. `begins` is called with the number of each before it is tried, which may end the
+    process. Raises CannotTry.
+    """
+    if operator.writes:
+        raise CannotTry("it writes into its inputs")
+    if not operator.inputs:
+        raise CannotTry("it has no inputs")
+    small, trials = _trials(operator)
+    for number, strategy in enumerate(islice(_candidates(small), _MOST_COMBINATIONS)):
+        if number >= first:
+            begins(number)
+            found = _outcome(strategy, trials)
+            if found is not None and _at_true_sizes(operator, found):
+                yield as_way(found)
+
+
+def _trials(operator: Operator) -> tuple[Operator, list[Trial]]:
+    """Returns the operator in sizes with which it can be run, and trials of it."""
+    small = with_small_sizes(operator)
+    try:
+        return small, [Trial(small, seed) for seed in (0, 1)]
+    except CannotTry:
+        if small == operator or _elements(operator) > _MOST_SMALL_ELEMENTS:
+            raise
+    return operator, [Trial(operator, seed) for seed in (0, 1)]
+
+
+def _outcome(strategy: Strategy, trials: Sequence[Trial]) -> Strategy | None:
+    """Returns the strategy with the placements of outputs that all trials give."""
+    known: tuple[Placement | None, ...] | None = None
+    for trial, devices in product(trials, _DEVICES):
+        outputs = trial.outputs(strategy, devices)
+        if outputs is None or None in outputs or (known is not None and outputs != known):
+            return None
+        known = outputs
+    placements = tuple(each for each in known or () if each is not None)
+    found = Strategy(strategy.inputs, placements)
+    return found if any(each != R for each in (*found.inputs, *found.outputs)) else None
+
+
+def _at_true_sizes(operator: Operator, strategy: Strategy) -> bool:
+    """Tells whether it is so in the operator's own sizes, where two devices can divide these."""
+    devices = _DEVICES[0]
+    if not fits(operator, strategy, devices) or _elements(operator) > _MOST_ELEMENTS:
+        return True  # what plans use of it is tried by ranks
+    return can_be_divided(operator, (strategy,), (devices,))
+
+
+def _candidates(operator: Operator) -> Iterator[Strategy]:
+    """Yields placements of the inputs; of outputs that arguments have the shape of, guesses."""
+    whole: tuple[Placement, ...] = (R,) * len(operator.inputs)
+    for inputs in chain([whole], _sharded(operator.inputs), _partial(operator.inputs)):
+        for outputs in _guesses(operator):
+            yield Strategy(inputs, outputs)
+
+
+def _sharded(types: Sequence[TensorType]) -> Iterator[tuple[Placement, ...]]:
+    """Yields placements in which dimensions of one size are divided, and one of the other inputs
+    may be terms of a sum, as the bias of a product whose terms are divided must be.
+    """
+    sizes = sorted({size for type_ in types for size in type_.shape})
+    for size in (each for each in sizes if each >= max(_DEVICES)):
+        options: list[list[Placement]] = [
+            [R, *(Shard(dim) for dim, own in enumerate(type_.shape) if own == size)]
+            for type_ in types
+        ]
+        for placements in product(*options):
+            whole = [number for number, each in enumerate(placements) if each == R]
+            if len(whole) == len(types):
+                continue
+            yield placements
+            for number in whole:
+                if _can_be_terms(types[number]):
+                    yield (*placements[:number], P, *placements[number + 1 :])
+
+
+def _partial(types: Sequence[TensorType]) -> Iterator[tuple[Placement, ...]]:
+    """Yields placements in which inputs are terms of a sum."""
+    linear = [number for number, type_ in enumerate(types) if _can_be_terms(type_)]
+    for count in range(1, len(linear) + 1):
+        for chosen in combinations(linear, count):
+            yield tuple(P if number in chosen else R for number in range(len(types)))
+
+
+def _can_be_terms(type_: TensorType) -> bool:
+    return type_.dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _guesses(operator: Operator) -> Iterator[tuple[Placement, ...]]:
+    """Yields placements of the outputs; other than whole for those whose shape is an argument."""
+    whole: tuple[Placement, ...] = (R,) * len(operator.outputs)
+    yield whole
+    for number, type_ in enumerate(operator.outputs):
+        if type_ is not None and type_.shape in operator.arguments:
+            for dim, size in enumerate(type_.shape):
+                if size >= max(_DEVICES):
+                    yield (*whole[:number], Shard(dim), *whole[number + 1 :])
+
+
+def _elements(operator: Operator) -> int:
+    types = (*operator.inputs, *(each for each in operator.outputs if each is not None))
+    return sum(math.prod(each.shape) for each in types)

@@ -1,0 +1,69 @@
+"""An operator with small tensors, which is divided in the same ways.
+
+Equal sizes stay equal, multiples multiples, and products products, since operators such as views
+and convolutions relate the sizes of their inputs, outputs and arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pipedream.graph.placements.operators import Argument, Operator, TensorType
+
+_SMALL = 16
+"""Sizes up to this one stay as they are."""
+_LARGEST_FACTOR = 8
+
+
+def with_small_sizes(operator: Operator) -> Operator:
+    """Returns the operator on small inputs; its outputs may be of other sizes than it says."""
+    types = [each for each in (*operator.inputs, *operator.outputs) if each is not None]
+    known = _small_sizes(size for type_ in types for size in type_.shape)
+    arguments = tuple(_with_sizes(each, known) for each in operator.arguments)
+    keywords = tuple((name, _with_sizes(each, known)) for name, each in operator.keywords)
+    return operator.model_copy(
+        update={
+            "arguments": arguments,
+            "keywords": keywords,
+            "inputs": tuple(_small_type(each, known) for each in operator.inputs),
+            "outputs": tuple(each and _small_type(each, known) for each in operator.outputs),
+        }
+    )
+
+
+def _small_sizes(sizes: Iterable[int]) -> dict[int, int]:
+    """Returns the small size of each; different ones stay different."""
+    known: dict[int, int] = {}
+    fresh = iter(range(_SMALL + 2, 10**6, 2))
+    for size in sorted(set(sizes)):
+        small = size if size <= _SMALL else _from_others(size, known)
+        while small is None or (small in known.values() and size > _SMALL):
+            small = next(fresh)
+        known[size] = small
+    return known
+
+
+def _from_others(size: int, known: Mapping[int, int]) -> int | None:
+    """Returns the small size of a multiple, or of a product, of known ones."""
+    for factor in range(2, _LARGEST_FACTOR + 1):
+        if size % factor == 0 and size // factor in known and size // factor > _SMALL:
+            return factor * known[size // factor]
+    for one in sorted(known, reverse=True):
+        if one > 1 and size % one == 0 and size // one in known and size // one > 1:
+            return known[one] * known[size // one]
+    return None
+
+
+def _small_type(type_: TensorType, known: Mapping[int, int]) -> TensorType:
+    return type_.model_copy(update={"shape": tuple(known[size] for size in type_.shape)})
+
+
+def _with_sizes(argument: Argument, known: Mapping[int, int]) -> Argument:
+    if isinstance(argument, tuple):
+        return tuple(
+            known.get(each, each) if isinstance(each, int) and not isinstance(each, bool) else each
+            for each in argument
+        )
+    if isinstance(argument, int) and not isinstance(argument, bool):
+        return known.get(argument, argument)
+    return argument
