@@ -8,12 +8,12 @@ In place of annotations the ways are placements. A tensor may also be given in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import chain, combinations, islice, product
 
 from pipedream.capture.programs.trial import CannotTry, Trial, can_be_divided
 from pipedream.graph.placements.operators import Operator, TensorType, Way
-from pipedream.graph.placements.placement import Partial, Placement, Replicate, Shard
+from pipedream.graph.placements.placement import Partial, Placement, Placements, Replicate, Shard
 from pipedream.profiler.discovery.sizes import with_small_sizes
 from pipedream.sharding.rules.discovered import as_way
 from pipedream.sharding.rules.strategy import Strategy, fits
@@ -22,9 +22,11 @@ R, P = Replicate(), Partial()
 _DEVICES = (2, 3)
 """Numbers of devices that are tried: of three, parts are uneven."""
 _MOST_COMBINATIONS = 5000
-_MOST_ELEMENTS = 2**26
-"""Of the tensors of an operator that is tried in its true sizes."""
+_MOST_ELEMENTS = 2**20
+"""Of the tensors of an operator that is tried in its true sizes; ranks try all that they use."""
 _MOST_SMALL_ELEMENTS = 2**22
+_searched: dict[Operator, tuple[Strategy, ...]] = {}
+"""By the operator in small sizes, which many operators of a model come to."""
 
 
 def find_ways(
@@ -38,13 +40,43 @@ def find_ways(
         raise CannotTry("it writes into its inputs")
     if not operator.inputs:
         raise CannotTry("it has no inputs")
+    alike = with_small_sizes(operator)
+    strategies: list[Strategy] = []
+    for strategy in _searched.get(alike) or _search(operator, first, begins):
+        strategies.append(strategy)
+        if _at_true_sizes(operator, strategy):
+            yield as_way(strategy)
+    if not first:
+        _searched[alike] = tuple(strategies)
+
+
+def _search(operator: Operator, first: int, begins: Callable[[int], None]) -> Iterator[Strategy]:
     small, trials = _trials(operator)
+    unread = _unread(small, trials[0])
     for number, strategy in enumerate(islice(_candidates(small), _MOST_COMBINATIONS)):
-        if number >= first:
+        if number >= first and not _places(strategy, unread):
             begins(number)
             found = _outcome(strategy, trials)
-            if found is not None and _at_true_sizes(operator, found):
-                yield as_way(found)
+            if found is not None:
+                yield found
+
+
+def _unread(operator: Operator, trial: Trial) -> set[int]:
+    """Returns the inputs whose values do not matter, such as statistics that are not used."""
+    whole: Placements = (R,) * len(operator.inputs)
+    results: Placements = (R,) * len(operator.outputs)
+    unread = set()
+    for number, type_ in enumerate(operator.inputs):
+        if _can_be_terms(type_):
+            inputs = (*whole[:number], P, *whole[number + 1 :])
+            if trial.outputs(Strategy(inputs, results), min(_DEVICES)) == results:
+                unread.add(number)
+    return unread
+
+
+def _places(strategy: Strategy, unread: Container[int]) -> bool:
+    """Tells whether it divides an input whose values do not matter."""
+    return any(number in unread and each != R for number, each in enumerate(strategy.inputs))
 
 
 def _trials(operator: Operator) -> tuple[Operator, list[Trial]]:
@@ -61,21 +93,29 @@ def _trials(operator: Operator) -> tuple[Operator, list[Trial]]:
 def _outcome(strategy: Strategy, trials: Sequence[Trial]) -> Strategy | None:
     """Returns the strategy with the placements of outputs that all trials give."""
     known: tuple[Placement | None, ...] | None = None
-    for trial, devices in product(trials, _DEVICES):
+    for trial, devices in product(trials, _device_counts(strategy, trials[0].operator)):
         outputs = trial.outputs(strategy, devices)
         if outputs is None or None in outputs or (known is not None and outputs != known):
             return None
         known = outputs
     placements = tuple(each for each in known or () if each is not None)
     found = Strategy(strategy.inputs, placements)
-    return found if any(each != R for each in (*found.inputs, *found.outputs)) else None
+    return found if any(each != R for each in found.outputs) else None
+
+
+def _device_counts(strategy: Strategy, operator: Operator) -> list[int]:
+    """Returns the numbers of devices that have something each of all that is divided."""
+    placements = (*strategy.inputs, *strategy.outputs)
+    placed = zip(placements, (*operator.inputs, *operator.outputs), strict=True)
+    sizes = [t.shape[each.dim] for each, t in placed if t is not None and isinstance(each, Shard)]
+    return [devices for devices in _DEVICES if devices <= min(sizes, default=devices)]
 
 
 def _at_true_sizes(operator: Operator, strategy: Strategy) -> bool:
     """Tells whether it is so in the operator's own sizes, where two devices can divide these."""
     devices = _DEVICES[0]
     if not fits(operator, strategy, devices) or _elements(operator) > _MOST_ELEMENTS:
-        return True  # what plans use of it is tried by ranks
+        return True
     return can_be_divided(operator, (strategy,), (devices,))
 
 
@@ -92,7 +132,7 @@ def _sharded(types: Sequence[TensorType]) -> Iterator[tuple[Placement, ...]]:
     may be terms of a sum, as the bias of a product whose terms are divided must be.
     """
     sizes = sorted({size for type_ in types for size in type_.shape})
-    for size in (each for each in sizes if each >= max(_DEVICES)):
+    for size in (each for each in sizes if each >= min(_DEVICES)):
         options: list[list[Placement]] = [
             [R, *(Shard(dim) for dim, own in enumerate(type_.shape) if own == size)]
             for type_ in types
@@ -126,7 +166,7 @@ def _guesses(operator: Operator) -> Iterator[tuple[Placement, ...]]:
     for number, type_ in enumerate(operator.outputs):
         if type_ is not None and type_.shape in operator.arguments:
             for dim, size in enumerate(type_.shape):
-                if size >= max(_DEVICES):
+                if size >= min(_DEVICES):
                     yield (*whole[:number], Shard(dim), *whole[number + 1 :])
 
 

@@ -5,6 +5,7 @@ The process is forked, so that it has the operators that the user's own code has
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
@@ -95,6 +96,7 @@ def tried(operators: Sequence[Operator], seconds: float = _SECONDS) -> Iterator[
 
 def _try_all(operators: Sequence[Operator], first: int, at: Any, sender: Connection) -> None:
     torch.set_num_threads(1)  # a forked process has none of the threads of its parent
+    faulthandler.disable()
     nowhere = os.open(os.devnull, os.O_WRONLY)  # what an operator says as it ends the process
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)

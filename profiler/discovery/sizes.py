@@ -13,6 +13,9 @@ from pipedream.graph.placements.operators import Argument, Operator, TensorType
 _SMALL = 16
 """Sizes up to this one stay as they are."""
 _LARGEST_FACTOR = 8
+"""Up to so many times a size counts as a multiple of it."""
+_STRIDE = 2
+"""So many times even a size that stays as it is."""
 
 
 def with_small_sizes(operator: Operator) -> Operator:
@@ -46,11 +49,13 @@ def _small_sizes(sizes: Iterable[int]) -> dict[int, int]:
 def _from_others(size: int, known: Mapping[int, int]) -> int | None:
     """Returns the small size of a multiple, or of a product, of known ones."""
     for factor in range(2, _LARGEST_FACTOR + 1):
-        if size % factor == 0 and size // factor in known and size // factor > _SMALL:
-            return factor * known[size // factor]
+        base = size // factor
+        if size % factor == 0 and base in known and (base > _SMALL or factor == _STRIDE):
+            return factor * known[base]
     for one in sorted(known, reverse=True):
-        if one > 1 and size % one == 0 and size // one in known and size // one > 1:
-            return known[one] * known[size // one]
+        other = size // one if one and size % one == 0 else 0
+        if other in known and 1 < other < one:
+            return known[one] * known[other]
     return None
 
 

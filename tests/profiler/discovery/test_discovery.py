@@ -1,4 +1,4 @@
-"""Ways to divide operators, found by running them: beside the rules, and of operators that crash."""
+"""Ways to divide operators, found by running them; some of these end their process."""
 
 from __future__ import annotations
 
