@@ -8,14 +8,14 @@ In place of annotations the ways are placements. A tensor may also be given in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, combinations, islice, product
 
 from pipedream.capture.programs.trial import CannotTry, Trial, can_be_divided
 from pipedream.graph.placements.operators import Operator, TensorType, Way
 from pipedream.graph.placements.placement import Partial, Placement, Placements, Replicate, Shard
 from pipedream.profiler.discovery.sizes import with_small_sizes
-from pipedream.sharding.rules.discovered import as_way
+from pipedream.sharding.rules.discovered import as_way, is_shape
 from pipedream.sharding.rules.strategy import Strategy, fits
 
 R, P = Replicate(), Partial()
@@ -52,17 +52,22 @@ def find_ways(
 
 def _search(operator: Operator, first: int, begins: Callable[[int], None]) -> Iterator[Strategy]:
     small, trials = _trials(operator)
-    unread = _unread(small, trials[0])
+    unread, divided = _unread(small, trials[0]), set[Placements]()
     for number, strategy in enumerate(islice(_candidates(small), _MOST_COMBINATIONS)):
-        if number >= first and not _places(strategy, unread):
-            begins(number)
-            found = _outcome(strategy, trials)
-            if found is not None:
-                yield found
+        read = tuple(R if k in unread else each for k, each in enumerate(strategy.inputs))
+        if number < first or (read != strategy.inputs and read in divided):
+            continue
+        begins(number)
+        found = _outcome(strategy, trials)
+        if found is not None:
+            divided.add(found.inputs)
+            yield found
 
 
 def _unread(operator: Operator, trial: Trial) -> set[int]:
-    """Returns the inputs whose values do not matter, such as statistics that are not used."""
+    """Returns the inputs whose values do not matter, such as statistics that are not used. Their
+    shapes may.
+    """
     whole: Placements = (R,) * len(operator.inputs)
     results: Placements = (R,) * len(operator.outputs)
     unread = set()
@@ -72,11 +77,6 @@ def _unread(operator: Operator, trial: Trial) -> set[int]:
             if trial.outputs(Strategy(inputs, results), min(_DEVICES)) == results:
                 unread.add(number)
     return unread
-
-
-def _places(strategy: Strategy, unread: Container[int]) -> bool:
-    """Tells whether it divides an input whose values do not matter."""
-    return any(number in unread and each != R for number, each in enumerate(strategy.inputs))
 
 
 def _trials(operator: Operator) -> tuple[Operator, list[Trial]]:
@@ -164,7 +164,7 @@ def _guesses(operator: Operator) -> Iterator[tuple[Placement, ...]]:
     whole: tuple[Placement, ...] = (R,) * len(operator.outputs)
     yield whole
     for number, type_ in enumerate(operator.outputs):
-        if type_ is not None and type_.shape in operator.arguments:
+        if type_ is not None and any(is_shape(each, type_) for each in operator.arguments):
             for dim, size in enumerate(type_.shape):
                 if size >= min(_DEVICES):
                     yield (*whole[:number], Shard(dim), *whole[number + 1 :])

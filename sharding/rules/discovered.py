@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pipedream.graph.placements.operators import Argument, Operator, Way
+from pipedream.graph.placements.operators import Argument, Operator, TensorType, Way
 from pipedream.graph.placements.placement import Placement, parse_placements, show_placements
 from pipedream.sharding.rules.strategy import Arguments, DivisionRule, Strategy, no_chunks
 
@@ -22,18 +22,21 @@ def _divisions(operator: Operator, devices: int) -> Iterator[Strategy]:
         yield Strategy(_placements(way.inputs), _placements(way.outputs))
 
 
+def is_shape(argument: Argument, type_: TensorType | None) -> bool:
+    """Tells whether an argument is the shape of such a tensor; -1 stands for what follows."""
+    if type_ is None or not isinstance(argument, tuple) or len(argument) != len(type_.shape):
+        return False
+    return all(one in (-1, size) for one, size in zip(argument, type_.shape, strict=True))
+
+
 def _arguments(whole: Operator, local: Operator) -> Arguments:
     """A list of integers that is the shape of one of the tensors is that of the local one."""
-    pairs = zip((*whole.outputs, *whole.inputs), (*local.outputs, *local.inputs), strict=True)
-    shapes: dict[Argument, tuple[int, ...]] = {
-        type_.shape: own.shape
-        for type_, own in reversed(list(pairs))
-        if type_ is not None and own is not None and type_.shape != own.shape
-    }
+    pairs = list(zip((*whole.outputs, *whole.inputs), (*local.outputs, *local.inputs), strict=True))
     return {
-        position: shapes[value]
+        position: own.shape
         for position, value in enumerate(whole.arguments)
-        if isinstance(value, tuple) and value in shapes
+        for type_, own in reversed(pairs)
+        if own is not None and is_shape(value, type_)
     }
 
 
