@@ -19,6 +19,8 @@ from pipedream.graph.command import write_whole
 from pipedream.graph.placements.operators import Operator, Way
 from pipedream.profiler.discovery.separate import Outcome, tried
 
+_SEARCH = 1
+"""Another number forgets what was found so far: raise it where the search finds other ways."""
 _MOST = 20_000
 """Operators that are kept; then all are forgotten."""
 _Kept = TypeAdapter(dict[str, tuple[tuple[Way, ...], str]])
@@ -56,5 +58,5 @@ def _read(path: Path) -> dict[str, Outcome]:
 
 
 def _key(operator: Operator) -> str:
-    text = f"{torch.__version__} {operator.model_dump_json()}"
+    text = f"{_SEARCH} {torch.__version__} {operator.model_dump_json()}"
     return hashlib.sha256(text.encode()).hexdigest()

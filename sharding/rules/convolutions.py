@@ -2,7 +2,7 @@
 
 Groups of channels know nothing of each other, so devices divide the groups, and each has a
 convolution of fewer groups. One group can be divided by its input or its output channels, but not
-several groups.
+several groups. Positions are divided where a window is one of them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,20 @@ def _letters(
     operator: Operator, groups_at: int, devices: int, dims: int
 ) -> tuple[str, str, str, str]:
     """Returns the letters of input, weight, bias and output; g: whole groups on a device."""
-    rest = "." * (dims - 2)
-    groups = operator.integer(groups_at)
+    window, groups = "." * (dims - 2), operator.integer(groups_at)
+    rest = "xyz"[: dims - 2] if _is_pointwise(operator, groups_at) else window
     if groups > 1:
         g = "." if groups % devices else "g"
-        return f"n{g}{rest}", f"{g}.{rest}", g, f"n{g}{rest}"
+        return f"n{g}{rest}", f"{g}.{window}", g, f"n{g}{rest}"
     weight = "co" if operator.argument(groups_at - 2) else "oc"
-    return f"nc{rest}", f"{weight}{rest}", "o", f"no{rest}"
+    return f"nc{rest}", f"{weight}{window}", "o", f"no{rest}"
+
+
+def _is_pointwise(operator: Operator, groups_at: int) -> bool:
+    """Tells whether each position of the output depends on the one of the input alone."""
+    kernel = operator.inputs[groups_at - _GROUPS + 1].shape[2:]
+    stride, padding = operator.integers(groups_at - 5), operator.integers(groups_at - 4)
+    return {*kernel, *stride} == {1} and set(padding) == {0}
 
 
 def _convolution(operator: Operator, devices: int) -> Iterator[Strategy]:
