@@ -19,8 +19,10 @@ from pipedream.sharding.rules.discovered import as_way, is_shape
 from pipedream.sharding.rules.strategy import Strategy, fits
 
 R, P = Replicate(), Partial()
-_DEVICES = (2, 3)
-"""Numbers of devices that are tried: of three, parts are uneven."""
+_DEVICES = (2, 3, 5)
+"""Of these numbers of devices the least and the largest that a tensor allows are tried: the parts
+of many are uneven, without which a convolution that leaves out positions looks divisible.
+"""
 _MOST_COMBINATIONS = 5000
 _MOST_ELEMENTS = 2**20
 """Of the tensors of an operator that is tried in its true sizes; ranks try all that they use."""
@@ -104,11 +106,12 @@ def _outcome(strategy: Strategy, trials: Sequence[Trial]) -> Strategy | None:
 
 
 def _device_counts(strategy: Strategy, operator: Operator) -> list[int]:
-    """Returns the numbers of devices that have something each of all that is divided."""
+    """Returns numbers of devices that have something each of all that is divided."""
     placements = (*strategy.inputs, *strategy.outputs)
     placed = zip(placements, (*operator.inputs, *operator.outputs), strict=True)
     sizes = [t.shape[each.dim] for each, t in placed if t is not None and isinstance(each, Shard)]
-    return [devices for devices in _DEVICES if devices <= min(sizes, default=devices)]
+    counts = [devices for devices in _DEVICES if devices <= min(sizes, default=devices)]
+    return [counts[0], counts[-1]]
 
 
 def _at_true_sizes(operator: Operator, strategy: Strategy) -> bool:

@@ -7,6 +7,7 @@ and convolutions relate the sizes of their inputs, outputs and arguments.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import count
 
 from pipedream.graph.placements.operators import Argument, Operator, TensorType
 
@@ -37,7 +38,7 @@ def with_small_sizes(operator: Operator) -> Operator:
 def _small_sizes(sizes: Iterable[int]) -> dict[int, int]:
     """Returns the small size of each; different ones stay different."""
     known: dict[int, int] = {}
-    fresh = iter(range(_SMALL + 2, 10**6, 2))
+    fresh = count(_SMALL + 6, 4)  # halves are odd
     for size in sorted(set(sizes)):
         small = size if size <= _SMALL else _from_others(size, known)
         while small is None or (small in known.values() and size > _SMALL):

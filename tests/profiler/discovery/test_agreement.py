@@ -25,6 +25,13 @@ FURTHER = {
     "aten._safe_softmax": "there is no rule",
 }
 """Families of which more is found than the rules say, all of it right."""
+EVEN = "rules know for which numbers of devices parts end where others do; what is found is for any"
+FEWER = {
+    "aten.view": EVEN,
+    "aten._unsafe_view": EVEN,
+    "aten.convolution_backward": "of a weight that is not read, rules take terms",
+}
+"""Families of which less is found, beside ways in chunks."""
 
 
 @pytest.mark.thorough
@@ -41,7 +48,7 @@ def test_operators_of_gpt2_and_resnet50(tmp_path: Path) -> None:
         # How many chunks there are depends on sizes, which are other ones on a device.
         missing[operator.family] += sum("chunks" not in repr(each) for each in ruled - own)
     assert +further == {name: number for name, number in further.items() if name in FURTHER}
-    assert sum(missing.values()) <= 5, missing
+    assert (+missing).keys() <= FEWER.keys()
     assert same / (same + further.total() + missing.total()) >= 0.95
 
 

@@ -107,6 +107,23 @@ def test_sizes_enter_what_an_operator_computes(library):
     assert texts(find_ways(on_meta(place, 30, 40))) == {"S(0) -> S(0)"}
 
 
+def test_windows_that_leave_out_positions_are_not_divided_by_position():
+    """They would be where parts are even; and windows of one element next to each other are."""
+    apart = described(aten.convolution.default, *_pictures(), None, [2, 2], *_PADDING)
+    assert not any("S(2)" in each for each in texts(find_ways(apart)))
+    beside = described(aten.convolution.default, *_pictures(), None, [1, 1], *_PADDING)
+    assert "S(2), R -> S(2)" in texts(find_ways(beside))
+    of_rules = {as_way(each) for each in strategies(beside, 2)[1:]}
+    assert texts(find_ways(beside)) == texts(tuple(of_rules))
+
+
+_PADDING = ([0, 0], [1, 1], False, [0, 0], 1)
+
+
+def _pictures() -> tuple[Tensor, Tensor]:
+    return normal(8, 64, 56, 56), normal(128, 64, 1, 1)
+
+
 def test_only_large_tensors_are_divided_otherwise(library):
     """What is found with small tensors is tried with those that the operator has."""
     other = define(library, "large", lambda x: x.cumsum(0) if x.shape[0] > 90 else x * 2)
