@@ -6,7 +6,6 @@ the same, or gather it along a dimension, or add it up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -38,12 +37,9 @@ def can_be_divided(operator: Operator, strategies: tuple[Strategy, ...], mesh: M
     """
     for strategy, devices in zip(strategies, mesh, strict=True):
         try:
-            trial = Trial(operator, seed=0)
-            found = trial.outputs(strategy, devices)
+            if not Trial(operator, seed=0).gives(strategy, devices):
+                return False
         except CannotTry:
-            return False
-        wanted = _computed(operator, strategy.outputs)
-        if found is None or _computed(operator, found) != wanted:
             return False
         operator = local_operator(operator, strategy, devices, 0)
     return True
@@ -84,23 +80,31 @@ class Trial:
             for own, whole in zip(parts, self.expected, strict=True)
         )
 
+    def gives(self, strategy: Strategy, devices: int) -> bool:
+        """Tells whether so many devices, divided so, have all outputs as the strategy says."""
+        found, types = self.outputs(strategy, devices), self.operator.outputs
+        return found is not None and all(
+            type_ is None or own == wanted
+            for type_, own, wanted in zip(types, found, strategy.outputs, strict=True)
+        )
+
     def _run(self, seed: int) -> tuple[list[Tensor], Results]:
-        for double in (True, False):
-            inputs = [self._draw(type_, double, seed) for type_ in self.operator.inputs]
-            try:
-                first = self._execute(self.operator, inputs)
-                again = self._execute(self.operator, inputs)
-            except CannotTry as error:
-                if double:
-                    continue
-                raise error
-            pairs = zip(first, again, strict=True)
-            if any(x is not None and (y is None or not _same(x, y)) for x, y in pairs):
-                raise CannotTry("it gives something else each time")
-            if any(x is not None and _unknown(x) for x in first):
-                raise CannotTry("it gives no numbers for random inputs")
-            return inputs, first
-        raise AssertionError
+        try:
+            inputs = self._draw_all(seed, double=True)
+            first = self._execute(self.operator, inputs)
+        except CannotTry:
+            inputs = self._draw_all(seed, double=False)
+            first = self._execute(self.operator, inputs)
+        again = self._execute(self.operator, inputs)
+        pairs = zip(first, again, strict=True)
+        if any(x is not None and (y is None or not _same(x, y)) for x, y in pairs):
+            raise CannotTry("it gives something else each time")
+        if any(x is not None and x.numel() and not x.isfinite().any() for x in first):
+            raise CannotTry("it gives no numbers for random inputs")
+        return inputs, first
+
+    def _draw_all(self, seed: int, double: bool) -> list[Tensor]:
+        return [self._draw(type_, double, seed) for type_ in self.operator.inputs]
 
     def _execute(self, operator: Operator, inputs: Sequence[Tensor]) -> Results:
         # Whatever the operator raises: it may want certain sizes, types or values.
@@ -160,11 +164,6 @@ def _shapes_fit(operator: Operator) -> bool:
     return True
 
 
-def _computed(operator: Operator, placements: Sequence[Placement | None]) -> list[Placement | None]:
-    pairs = zip(placements, operator.outputs, strict=True)
-    return [placement for placement, type_ in pairs if type_ is not None]
-
-
 def _placement(parts: Sequence[Tensor], whole: Tensor) -> Placement | None:
     """Returns how devices that hold these parts have the whole tensor."""
     if all(_same(part, whole) for part in parts):
@@ -195,8 +194,3 @@ def _same(one: Tensor, other: Tensor, scale: Tensor | None = None) -> bool:
     largest = finite.abs().max().item() if finite.numel() else 0.0
     allowed = _CLOSE.get(one.dtype, _CLOSE_OTHERWISE) * largest
     return torch.allclose(one, other, rtol=0.0, atol=allowed, equal_nan=True)
-
-
-def _unknown(tensor: Tensor) -> bool:
-    """Tells whether none of its elements is a finite number."""
-    return bool(math.prod(tensor.shape)) and not bool(tensor.isfinite().any())

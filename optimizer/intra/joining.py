@@ -48,30 +48,13 @@ def join(problem: Problem, of: Ints, labels: Sequence[Ints]) -> Joined:
 
 
 @dataclass
-class _Group:
-    """Values that are alike once their variables are joined."""
-
-    value: Value
-
-    def add(self, other: Value) -> None:
-        own = self.value
-        self.value = replace(
-            own,
-            seconds=own.seconds + other.seconds,
-            given_bytes=own.given_bytes + other.given_bytes,
-            wanted_bytes=own.wanted_bytes + other.wanted_bytes,
-            count=own.count + other.count,
-        )
-
-
-@dataclass
 class _Joiner:
     whole: Problem
     of: Ints
     labels: Sequence[Ints]
     seconds: list[Floats] = field(default_factory=list)
     bytes: list[Floats] = field(default_factory=list)
-    groups: list[_Group] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
     known: dict[object, int] = field(default_factory=dict)
     copies: dict[int, list[int]] = field(default_factory=dict)
     """Variables that have the label of a joint one, for values that it has several ends of."""
@@ -83,8 +66,7 @@ class _Joiner:
             self.seconds[joint] = self.seconds[joint] + self.whole.seconds[v][self.labels[v]]
             self.bytes[joint] = self.bytes[joint] + self.whole.bytes[v][self.labels[v]]
         values = [self._value(value) for value in self.whole.values]
-        joint_values = [group.value for group in self.groups]
-        problem = Problem(self.seconds, self.bytes, joint_values, self.whole.limit)
+        problem = Problem(self.seconds, self.bytes, self.values, self.whole.limit)
         return Joined(problem, self.of, self.labels, values)
 
     def _value(self, value: Value) -> Merged | None:
@@ -116,10 +98,10 @@ class _Joiner:
                 wanted=tuple(wanted),
                 backward=backward,
             )
-            self.known[key] = len(self.groups)
-            self.groups.append(_Group(made))
+            self.known[key] = len(self.values)
+            self.values.append(made)
         else:
-            self.groups[self.known[key]].add(value)
+            self.values[self.known[key]] = _sum(self.values[self.known[key]], value)
         return Merged(self.known[key], tuple(places))
 
     def _distinct(self, source: int, joints: Sequence[int]) -> tuple[int, ...]:
@@ -142,5 +124,16 @@ class _Joiner:
             nothing = np.zeros(len(labels))
             same = np.full(len(labels), -1)
             ends = joint, labels, (own[-1],), (labels,)
-            self.groups.append(_Group(Value(*ends, apart, (False,), nothing, nothing, same)))
+            self.values.append(Value(*ends, apart, (False,), nothing, nothing, same))
         return own[number]
+
+
+def _sum(joint: Value, other: Value) -> Value:
+    """The joint value, of which the other is one more once its variables are joined."""
+    return replace(
+        joint,
+        seconds=joint.seconds + other.seconds,
+        given_bytes=joint.given_bytes + other.given_bytes,
+        wanted_bytes=joint.wanted_bytes + other.wanted_bytes,
+        count=joint.count + other.count,
+    )

@@ -134,72 +134,81 @@ class _Builder:
         self.costs: list[Floats] = []
         self.bases: list[Floats] = []
         self.offsets = [0, 0]
+        self.members: list[int] = []
+        self.turns: list[int] = []
+        self.places: list[Ints] = []
+        self.spans: list[int] = []
+        """Of each slot its variable, pass, placements and how many messages it has."""
+        self.heads: list[tuple[int, ...]] = []
+        self.first, self.first_factor = [0], [0]
+        """Where the slots of each factor begin, and the factors of each value."""
 
     def build(self) -> Messages:
-        problem = self.problem
-        counts = np.array([len(each) for each in problem.seconds], dtype=np.intp)
-        members: list[int] = []
-        turns: list[int] = []
-        heads: list[tuple[int, ...]] = []
-        places: list[Ints] = []
-        spans: list[int] = []
-        first, first_factor = [0], [0]
-        for value in problem.values:
-            for readers in _blocks(len(value.readers)):
-                share = len(readers) / max(1, len(value.readers))
-                place = self._table(value, share)
-                own = [value.source, *(value.readers[k] for k in readers)]
-                members += own
-                turns += [0, *(1 + value.backward[k] for k in readers)]
-                places += [value.given, *(value.wanted[k] for k in readers)]
-                sizes = value.seconds.shape
-                spans += [sizes[0], *[sizes[1]] * len(readers)]
-                heads.append((*sizes, *place))
-                first.append(len(members))
-            first_factor.append(len(heads))
-        variable = np.array(members, dtype=np.intp)
-        firsts = np.array(first, dtype=np.intp)
-        message = np.concatenate([[0], np.cumsum(spans)]).astype(np.intp)
-        flat = np.concatenate(places) if places else np.zeros(0, dtype=np.intp)
-        place_of = np.concatenate([[0], np.cumsum([len(each) for each in places])]).astype(np.intp)
-        factor = np.repeat(np.arange(len(first) - 1), np.diff(firsts))
-        latest = np.maximum.reduceat(variable, firsts[:-1]) if len(heads) else variable
-        earliest = np.minimum.reduceat(variable, firsts[:-1]) if len(heads) else variable
-        columns = np.array(heads, dtype=np.intp).reshape(-1, 6).T
-        given, wanted, table, base, cases, kinds = columns
-        counts_ = [value.count for value in problem.values]
-        weights = np.repeat(np.repeat(counts_, np.diff(first_factor)), np.diff(firsts)).astype(
-            float
-        )
-        order = np.argsort(variable, kind="stable")
-        slot_counts = np.bincount(variable, minlength=len(counts))
+        for value in self.problem.values:
+            self._add(value)
+        slots = self._slots()
         messages = Messages(
-            problem,
-            Variables(_offsets(counts), _offsets(slot_counts), order),
-            Slots(
-                factor,
-                place_of[:-1],
-                message,
-                np.array(turns, dtype=np.intp),
-                flat.astype(np.intp),
-                np.zeros(message[-1], dtype=np.intp),
-                np.where(latest[factor] > variable, weights, 0.0),
-                np.where(earliest[factor] < variable, weights, 0.0),
-            ),
-            Factors(
-                *(firsts, given, wanted, table, base, cases, kinds),
-                np.concatenate([*self.costs, [0.0]]),
-                np.concatenate([*self.bases, [0.0]]),
-            ),
+            self.problem,
+            self._variables(),
+            slots,
+            self._factors(),
             self._unary(),
-            np.zeros(message[-1]),
-            _work(max(spans, default=1)),
+            np.zeros(slots.message[-1]),
+            _work(max(self.spans, default=1)),
             self.unit,
             self.price,
-            first_factor,
+            self.first_factor,
         )
         passing.begin(messages.variables, messages.slots, messages.unary, messages.messages)
         return messages
+
+    def _add(self, value: Value) -> None:
+        for readers in _blocks(len(value.readers)):
+            share = len(readers) / max(1, len(value.readers))
+            given, wanted = value.seconds.shape
+            self.members += [value.source, *(value.readers[k] for k in readers)]
+            self.turns += [0, *(1 + value.backward[k] for k in readers)]
+            self.places += [value.given, *(value.wanted[k] for k in readers)]
+            self.spans += [given, *[wanted] * len(readers)]
+            self.heads.append((given, wanted, *self._table(value, share)))
+            self.first.append(len(self.members))
+        self.first_factor.append(len(self.heads))
+
+    def _variables(self) -> Variables:
+        counts = np.array([len(each) for each in self.problem.seconds], dtype=np.intp)
+        variable = np.array(self.members, dtype=np.intp)
+        slots = np.bincount(variable, minlength=len(counts))
+        order = np.argsort(variable, kind="stable")
+        return Variables(_offsets(counts), _offsets(slots), order)
+
+    def _slots(self) -> Slots:
+        variable, first = (np.array(each, dtype=np.intp) for each in (self.members, self.first))
+        message = _offsets(self.spans)
+        factor = np.repeat(np.arange(len(first) - 1), np.diff(first))
+        latest = np.maximum.reduceat(variable, first[:-1]) if self.heads else variable
+        earliest = np.minimum.reduceat(variable, first[:-1]) if self.heads else variable
+        counts = [float(value.count) for value in self.problem.values]
+        weights = np.repeat(np.repeat(counts, np.diff(self.first_factor)), np.diff(first))
+        return Slots(
+            factor,
+            _offsets([len(each) for each in self.places])[:-1],
+            message,
+            np.array(self.turns, dtype=np.intp),
+            np.concatenate([np.zeros(0, dtype=np.intp), *self.places]).astype(np.intp),
+            np.zeros(message[-1], dtype=np.intp),
+            np.where(latest[factor] > variable, weights, 0.0),
+            np.where(earliest[factor] < variable, weights, 0.0),
+        )
+
+    def _factors(self) -> Factors:
+        heads = np.array(self.heads, dtype=np.intp).reshape(-1, 6)
+        given, wanted, table, base, cases, kinds = heads.T
+        return Factors(
+            np.array(self.first, dtype=np.intp),
+            *(given, wanted, table, base, cases, kinds),
+            np.concatenate([*self.costs, [0.0]]),
+            np.concatenate([*self.bases, [0.0]]),
+        )
 
     def _unary(self) -> Floats:
         seconds = np.concatenate([np.zeros(0), *self.problem.seconds])
@@ -259,7 +268,7 @@ def _blocks(readers: int) -> Sequence[list[int]]:
     return [list(map(int, each)) for each in np.array_split(np.arange(readers), max(count, 1))]
 
 
-def _offsets(counts: Ints) -> Ints:
+def _offsets(counts: Sequence[int] | Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.intp)
 
 

@@ -31,17 +31,17 @@ def discover(operators: Sequence[Operator], folder: Path | None = None) -> dict[
     found now, and kept in the folder, by default one of the user's cache.
     """
     path = (folder or _cache()) / "discovered.json"
-    known = _read(path)
-    missing = [each for each in operators if _key(each) not in known]
+    known, keys = _read(path), {each: _key(each) for each in operators}
+    missing = [each for each, key in keys.items() if key not in known]
     if missing:
-        fresh = dict(zip(map(_key, missing), tried(missing), strict=True))
+        fresh = dict(zip((keys[each] for each in missing), tried(missing), strict=True))
         known |= fresh
         with suppress(OSError):  # as where the cache cannot be written
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.with_suffix(".lock"), timeout=5):
                 kept = _read(path) | fresh
                 write_whole(path, _Kept.dump_json(kept if len(kept) <= _MOST else fresh))
-    return {each: known[_key(each)] for each in operators}
+    return {each: known[key] for each, key in keys.items()}
 
 
 def _cache() -> Path:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, combinations, islice, product
 
-from pipedream.capture.programs.trial import CannotTry, Trial, can_be_divided
+from pipedream.capture.programs.trial import CannotTry, Trial
 from pipedream.graph.placements.operators import Operator, TensorType, Way
 from pipedream.graph.placements.placement import Partial, Placement, Placements, Replicate, Shard
 from pipedream.profiler.discovery.sizes import with_small_sizes
@@ -28,7 +28,7 @@ _MOST_ELEMENTS = 2**20
 """Of the tensors of an operator that is tried in its true sizes; ranks try all that they use."""
 _MOST_SMALL_ELEMENTS = 2**22
 _searched: dict[Operator, tuple[Strategy, ...]] = {}
-"""By the operator in small sizes, which many operators of a model come to."""
+"""By the operator that was tried, in small sizes, which many operators of a model come to."""
 
 
 def find_ways(
@@ -42,19 +42,23 @@ def find_ways(
         raise CannotTry("it writes into its inputs")
     if not operator.inputs:
         raise CannotTry("it has no inputs")
-    alike = with_small_sizes(operator)
-    strategies: list[Strategy] = []
-    for strategy in _searched.get(alike) or _search(operator, first, begins):
-        strategies.append(strategy)
-        if _at_true_sizes(operator, strategy):
-            yield as_way(strategy)
-    if not first:
-        _searched[alike] = tuple(strategies)
-
-
-def _search(operator: Operator, first: int, begins: Callable[[int], None]) -> Iterator[Strategy]:
     small, trials = _trials(operator)
-    unread, divided = _unread(small, trials[0]), set[Placements]()
+    whole = None
+    if small != operator and _elements(operator) <= _MOST_ELEMENTS:
+        whole = Trial(operator, seed=0)
+    for strategy in _strategies(small, trials, first, begins):
+        if whole is None or not fits(operator, strategy, 2) or whole.gives(strategy, 2):
+            yield as_way(strategy)
+
+
+def _strategies(
+    small: Operator, trials: Sequence[Trial], first: int, begins: Callable[[int], None]
+) -> Iterator[Strategy]:
+    """Yields those that the trials show, of operators that come to this one searched but once."""
+    if small in _searched:
+        yield from _searched[small]
+        return
+    strategies, unread, divided = list[Strategy](), _unread(small, trials[0]), set[Placements]()
     for number, strategy in enumerate(islice(_candidates(small), _MOST_COMBINATIONS)):
         read = tuple(R if k in unread else each for k, each in enumerate(strategy.inputs))
         if number < first or (read != strategy.inputs and read in divided):
@@ -63,7 +67,10 @@ def _search(operator: Operator, first: int, begins: Callable[[int], None]) -> It
         found = _outcome(strategy, trials)
         if found is not None:
             divided.add(found.inputs)
+            strategies.append(found)
             yield found
+    if not first:
+        _searched[small] = tuple(strategies)
 
 
 def _unread(operator: Operator, trial: Trial) -> set[int]:
@@ -114,23 +121,15 @@ def _device_counts(strategy: Strategy, operator: Operator) -> list[int]:
     return [counts[0], counts[-1]]
 
 
-def _at_true_sizes(operator: Operator, strategy: Strategy) -> bool:
-    """Tells whether it is so in the operator's own sizes, where two devices can divide these."""
-    devices = _DEVICES[0]
-    if not fits(operator, strategy, devices) or _elements(operator) > _MOST_ELEMENTS:
-        return True
-    return can_be_divided(operator, (strategy,), (devices,))
-
-
 def _candidates(operator: Operator) -> Iterator[Strategy]:
     """Yields placements of the inputs; of outputs that arguments have the shape of, guesses."""
-    whole: tuple[Placement, ...] = (R,) * len(operator.inputs)
+    whole: Placements = (R,) * len(operator.inputs)
     for inputs in chain([whole], _sharded(operator.inputs), _partial(operator.inputs)):
         for outputs in _guesses(operator):
             yield Strategy(inputs, outputs)
 
 
-def _sharded(types: Sequence[TensorType]) -> Iterator[tuple[Placement, ...]]:
+def _sharded(types: Sequence[TensorType]) -> Iterator[Placements]:
     """Yields placements in which dimensions of one size are divided, and one of the other inputs
     may be terms of a sum, as the bias of a product whose terms are divided must be.
     """
@@ -150,7 +149,7 @@ def _sharded(types: Sequence[TensorType]) -> Iterator[tuple[Placement, ...]]:
                     yield (*placements[:number], P, *placements[number + 1 :])
 
 
-def _partial(types: Sequence[TensorType]) -> Iterator[tuple[Placement, ...]]:
+def _partial(types: Sequence[TensorType]) -> Iterator[Placements]:
     """Yields placements in which inputs are terms of a sum."""
     linear = [number for number, type_ in enumerate(types) if _can_be_terms(type_)]
     for count in range(1, len(linear) + 1):
@@ -162,9 +161,9 @@ def _can_be_terms(type_: TensorType) -> bool:
     return type_.dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _guesses(operator: Operator) -> Iterator[tuple[Placement, ...]]:
+def _guesses(operator: Operator) -> Iterator[Placements]:
     """Yields placements of the outputs; other than whole for those whose shape is an argument."""
-    whole: tuple[Placement, ...] = (R,) * len(operator.outputs)
+    whole: Placements = (R,) * len(operator.outputs)
     yield whole
     for number, type_ in enumerate(operator.outputs):
         if type_ is not None and any(is_shape(each, type_) for each in operator.arguments):

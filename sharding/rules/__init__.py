@@ -2,9 +2,8 @@
 
 `strategies(operator, devices)` gives the ways, `local_operator` what a device then executes. An
 operator without a rule is divided as was found by running it (`discovered`), or all devices do the
-same. The backward pass needs no rules of
-its own kind, since it consists of ATen operators too. In a few ways the devices add something up in
-the middle of the operator (`summed_types`).
+same. The backward pass needs no rules of its own kind, since it consists of ATen operators too. In
+a few ways the devices add something up in the middle of the operator (`summed_types`).
 
 `strategy`: what a rule is. `indices`: the rules of operators that are loops over indices, which is
 nearly all. `views`, `pieces`: chunks. The other files are tables by kind of operator. Begin with

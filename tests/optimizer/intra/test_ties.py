@@ -116,7 +116,7 @@ def test_without_kinds_nothing_is_tied():
     assert solve(problem).tied is None
 
 
-def test_messages_of_tied_layers_bound_the_free_ones_at_once(monkeypatch):
+def test_messages_of_tied_layers_bound_the_free_ones_at_once():
     """With fewer sweeps than without them."""
     with_ties = without = 0
     for seed in range(12):

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from commands import typed
+from found_plans import divisions, planned, profiled, train_plans
 from sharded_results import assert_equal
-from sharded_runs import captured, write_config
-from training import run_jobs
+from sharded_runs import captured
 
-from pipedream.graph.plan import Plan, read_plan
-from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages import stage_sharding
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule
@@ -25,24 +23,8 @@ from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.sharding.assignment import Assignment
 from pipedream.sharding.propagate import propagate
 
-FAST = ("--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2")
-"""Links so fast that everything is worth dividing."""
-
-
 SLOW = {"optimizer": {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}}
 """With larger steps a narrow ResNet is chaotic: differences in the last digit grow."""
-
-
-def profiled(folder: Path, model: str, **changes: Any) -> None:
-    write_config(folder, model, microbatches=2, evaluate_every=None, **changes)
-    done = typed(folder, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
-    assert done.code == 0, done.error
-
-
-def planned(folder: Path, *options: str, name: str = "plan") -> Plan:
-    done = typed(folder, ["pd-optimize", "graph.txt", *FAST, "-o", name, *options])
-    assert done.code == 0, done.error
-    return read_plan(folder / name / "plan.json")
 
 
 @pytest.mark.slow
@@ -66,23 +48,9 @@ def test_learns_what_the_plain_model_does(
     profiled(tmp_path, model)
     plan = planned(tmp_path, "--machines", machines, *options)
     alone = planned(tmp_path, "--machines", "1", name="alone")
-    placed = {
-        text
-        for stage in plan.stages
-        if stage.placements is not None
-        for each in stage.placements.operators
-        for text in (*each.forward, *each.backward)
-    }
-    assert any("S(" in text for text in placed), "nothing is divided"
+    assert divisions(plan), "nothing is divided"
     changes = SLOW if model == "resnet18" else {}
-    config = write_config(tmp_path, model, microbatches=2, evaluate_every=None, **changes)
-    jobs = [
-        Job(each, config, tmp_path, tmp_path / name, schedule="flush", epochs=1)
-        for name, each in (("meshes", plan), ("alone", alone))
-    ]
-    for job in jobs:
-        job.check()
-    run_jobs(jobs)
+    train_plans(tmp_path, model, {"meshes": plan, "alone": alone}, **changes)
     assert_equal(tmp_path / "meshes", tmp_path / "alone")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import user_operators  # noqa: F401 - Gated's, which are in torch.ops then
 from joint_models import (
     LENGTH,
     WORDS,
@@ -73,6 +74,16 @@ class Convolutions(nn.Sequential):
             *(nn.Conv2d(6, 8, 3, stride=2), nn.BatchNorm2d(8, affine=False), nn.ReLU()),
             *(nn.Flatten(), nn.Linear(200, 12), nn.BatchNorm1d(12), nn.Linear(12, 10)),
         )
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(6, 64), nn.Linear(6, 64), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(torch.ops.user_operators.gated(self.up(x), self.gate(x)))
+        return result
 
 
 def resnet18() -> nn.Module:

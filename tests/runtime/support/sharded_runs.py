@@ -24,6 +24,7 @@ from pipedream.runtime.run.job import Job
 
 MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "Perceptron": ((6,), {"source": "sharded_models:points"}),
+    "Gated": ((6,), {"source": "sharded_models:points"}),
     "Fused": ((6,), {"source": "sharded_models:sentences"}),
     "Separate": ((6,), {"source": "sharded_models:sentences"}),
     "TiedWords": ((6,), {"source": "sharded_models:sentences"}),

@@ -1,10 +1,9 @@
-"""A model with operators of the user's own, forward and backward, which no rule knows."""
+"""Operators of the user's own, forward and backward, which no rule knows."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import Tensor
 
 library = torch.library.Library("user_operators", "DEF")
 library.define("gated(Tensor x, Tensor gate) -> Tensor")
@@ -32,19 +31,3 @@ torch.library.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     lib=library,
 )
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(6, 64), nn.Linear(6, 64), nn.Linear(64, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(torch.ops.user_operators.gated(self.up(x), self.gate(x)))
-        return result
-
-
-def points() -> TensorDataset:
-    drawn = torch.Generator().manual_seed(5)
-    x = torch.randn(22, 6, generator=drawn, dtype=torch.float64)
-    return TensorDataset(x, torch.randint(0, 3, (22,), generator=drawn))

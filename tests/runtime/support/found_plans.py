@@ -1,0 +1,53 @@
+"""Shardings that pd-optimize finds, from the profile on, and runs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from commands import typed
+from sharded_runs import write_config
+from training import run_jobs
+
+from pipedream.graph.plan import Plan, read_plan
+from pipedream.runtime.run.job import Job
+
+FAST = ("--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2")
+"""Links so fast that everything is worth dividing."""
+
+
+def profiled(folder: Path, model: str, **changes: Any) -> None:
+    write_config(folder, model, microbatches=2, evaluate_every=None, **changes)
+    done = typed(folder, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
+    assert done.code == 0, done.error
+
+
+def planned(folder: Path, *options: str, name: str = "plan") -> Plan:
+    done = typed(folder, ["pd-optimize", "graph.txt", *FAST, "-o", name, *options])
+    assert done.code == 0, done.error
+    return read_plan(folder / name / "plan.json")
+
+
+def divisions(plan: Plan) -> list[str]:
+    """The strategies of the plan that divide something."""
+    return [
+        text
+        for stage in plan.stages
+        if stage.placements is not None
+        for each in stage.placements.operators
+        for text in (*each.forward, *each.backward)
+        if "S(" in text
+    ]
+
+
+def train_plans(folder: Path, model: str, plans: Mapping[str, Plan], **changes: Any) -> None:
+    """Each in a folder by its name, in the same processes."""
+    config = write_config(folder, model, microbatches=2, evaluate_every=None, **changes)
+    jobs = [
+        Job(plan, config, folder, folder / name, schedule="flush", epochs=1)
+        for name, plan in plans.items()
+    ]
+    for job in jobs:
+        job.check()
+    run_jobs(jobs)
