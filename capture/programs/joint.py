@@ -63,7 +63,7 @@ def joint(
     end: End | None = None,
 ) -> Joint:
     """Traces `module(*inputs)`, which gives a tuple of tensors, with parameters and buffers
-    `state`. `wants`: of which inputs the gradients are to be computed. `precision`: the context of
+    `state`, which may have some that it does not read. `wants`: of which inputs the gradients are to be computed. `precision`: the context of
     the forward pass, which is entered twice. `end` comes after it, in the same; inputs after those
     of the module are for it alone.
 
@@ -73,6 +73,7 @@ def joint(
     _check(module)
     taken = None if end is None else len(module.graph.find_nodes(op="placeholder"))
     names = list(state)
+    held = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
     learned = [name for name in names if state[name].requires_grad]
     differentiable: list[int] = []
     counts: list[int] = []
@@ -84,7 +85,8 @@ def joint(
         }
         input_leaves = [x.detach().requires_grad_(w) for x, w in zip(given, wants, strict=True)]
         with noting_seeds(), precision:
-            results: Sequence[Tensor] = functional_call(module, leaves, tuple(input_leaves[:taken]))
+            read = {name: leaf for name, leaf in leaves.items() if name in held}
+            results: Sequence[Tensor] = functional_call(module, read, tuple(input_leaves[:taken]))
             if end is not None:
                 results = end(results, input_leaves)
         differentiable[:] = [k for k, result in enumerate(results) if result.requires_grad]

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from pipedream.capture.captured import Captured
 from pipedream.capture.export import capture
 from pipedream.capture.node_modules import node_modules
-from pipedream.capture.programs.attribution import Attributed, attribute
+from pipedream.capture.programs.attribution import Attributed, GraphNodes, attribute
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.divisible import sum_means
 from pipedream.capture.programs.joint import CannotDivide, joint
+from pipedream.capture.segment import freeze_constants, segment
 from pipedream.graph.placements.operators import Operator
 
 CPU = torch.device("cpu")
@@ -161,6 +162,34 @@ class Doubled(torch.autograd.Function):
 def test_code_of_the_users_is_refused() -> None:
     with pytest.raises(CannotDivide, match="code of the user's"):
         attributed(Averaging(Doubled.apply), (torch.randn(2, 4),))
+
+
+class Rotated(nn.Module):
+    """With a buffer of which only a constant is made, in a module of its own, as Llama's angles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = nn.Module()
+        self.angles.register_buffer("inverse", torch.rand(4), persistent=False)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x) * self.angles.inverse.cos()
+        return result
+
+
+def test_buffers_that_only_constants_are_made_of_are_no_obstacle() -> None:
+    """No Llama ran on a mesh: what is not read is not in the module whose operators are labelled,
+    yet is in the state that it is given.
+    """
+    captured = capture(Rotated(), (torch.randn(2, 4),))
+    whole = segment(captured, captured.working, keep=captured.outputs)
+    module = freeze_constants(whole, captured.owner).module
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    assert "angles.inverse" in state
+    nodes = GraphNodes.of(captured)
+    traced = nodes.joint(module, state, [torch.randn(2, 4)], [False], nullcontext())
+    assert describe(traced).calls
 
 
 @pytest.mark.thorough

@@ -10,10 +10,11 @@ from commands import typed
 from sharded_runs import write_config
 from training import run_jobs
 
+from pipedream.graph.placements.placement import device_count
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.runtime.run.job import Job
 
-FAST = ("--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2")
+FAST = ("--bandwidth", "1TB")
 """Links so fast that everything is worth dividing."""
 
 
@@ -23,8 +24,11 @@ def profiled(folder: Path, model: str, **changes: Any) -> None:
     assert done.code == 0, done.error
 
 
-def planned(folder: Path, *options: str, name: str = "plan") -> Plan:
-    done = typed(folder, ["pd-optimize", "graph.txt", *FAST, "-o", name, *options])
+def planned(folder: Path, *options: str, name: str = "plan", schedule: str = "flush") -> Plan:
+    if schedule != "weight-stashing":
+        options = (*options, "--microbatches", "2")
+    words = ["pd-optimize", "graph.txt", *FAST, "--schedule", schedule, "-o", name, *options]
+    done = typed(folder, words)
     assert done.code == 0, done.error
     return read_plan(folder / name / "plan.json")
 
@@ -41,11 +45,24 @@ def divisions(plan: Plan) -> list[str]:
     ]
 
 
+def without_meshes(plan: Plan) -> Plan:
+    """The same stages and replicas, each replica on one device."""
+    data, first = plan.model_dump(exclude_none=True), 0
+    for planned_stage in data["stages"]:
+        count = len(planned_stage["ranks"]) // device_count(planned_stage.pop("mesh", ()))
+        planned_stage.pop("placements", None)
+        planned_stage["ranks"] = tuple(range(first, first := first + count))
+    data["cluster"] = {"machines": (first,), "bandwidth": plan.cluster.bandwidth[:1]}
+    return Plan.model_validate(data)
+
+
 def train_plans(folder: Path, model: str, plans: Mapping[str, Plan], **changes: Any) -> None:
     """Each in a folder by its name, in the same processes."""
-    config = write_config(folder, model, microbatches=2, evaluate_every=None, **changes)
+    if any(plan.schedule != "weight-stashing" for plan in plans.values()):
+        changes["microbatches"] = 2
+    config = write_config(folder, model, evaluate_every=None, **changes)
     jobs = [
-        Job(plan, config, folder, folder / name, schedule="flush", epochs=1)
+        Job(plan, config, folder, folder / name, schedule=plan.schedule, epochs=1)
         for name, plan in plans.items()
     ]
     for job in jobs:

@@ -76,6 +76,58 @@ class Convolutions(nn.Sequential):
         )
 
 
+def Grouped() -> nn.Module:  # noqa: N802 - a model of its own, as the classes
+    """transformers' Llama, with two heads of keys and values for four of queries. Its norms, which
+    compute in float32 whatever the model does, are torch's: else no last digit would stay.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
+    for module in model.modules():
+        for name, child in module.named_children():
+            if name.endswith("norm"):
+                setattr(module, name, nn.RMSNorm(16, eps=child.variance_epsilon))
+    return Logits(model)
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens).logits
+        return logits
+
+
+class Recommender(nn.Module):
+    """Two towers over embeddings of who and what, and how well they go together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = (self._tower(count) for count in (40, 24))
+
+    def _tower(self, count: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Embedding(count, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8)
+        )
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        return (self.users(pairs[:, 0]) * self.items(pairs[:, 1])).sum(1)
+
+
+def clicks(scores: Tensor, target: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(scores, target.to(scores.dtype))
+
+
+def pairs(examples: int = 42) -> tuple[TensorDataset, TensorDataset]:
+    drawn = _generator()
+    x = torch.stack([torch.randint(0, n, (examples,), generator=drawn) for n in (40, 24)], 1)
+    return _halves(x, (x.sum(1) % 3 == 0).float())
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -25,6 +25,8 @@ from pipedream.runtime.run.job import Job
 MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "Perceptron": ((6,), {"source": "sharded_models:points"}),
     "Gated": ((6,), {"source": "sharded_models:points"}),
+    "Grouped": ((6,), {"source": "sharded_models:sentences"}),
+    "Recommender": ((2,), {"source": "sharded_models:pairs"}),
     "Fused": ((6,), {"source": "sharded_models:sentences"}),
     "Separate": ((6,), {"source": "sharded_models:sentences"}),
     "TiedWords": ((6,), {"source": "sharded_models:sentences"}),
@@ -50,7 +52,7 @@ SHARDS: Mapping[str, Mapping[str, str]] = {
     "large_resnet18": {"*": "R"},
 }
 """Along the last axis of a mesh."""
-LANGUAGE_MODELS = ("Fused", "Separate", "TiedWords", "FrozenWords")
+LANGUAGE_MODELS = ("Fused", "Separate", "TiedWords", "FrozenWords", "Grouped")
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ def write_config(folder: Path, model: str, **changes: Any) -> RunConfig:
     }
     if model in LANGUAGE_MODELS:
         text["loss"] = "sharded_models:next_words"
+    if model == "Recommender":
+        text["loss"] = "sharded_models:clicks"
     (folder / "run.yaml").write_text(yaml.safe_dump(text | changes))
     return read_config(folder / "run.yaml")
 
