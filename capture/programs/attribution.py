@@ -180,8 +180,11 @@ class _Labels:
         return labelled
 
     def finish(self, graph: fx.Graph) -> None:
-        """Labels the rest of the backward pass, and lets go of what autograd holds."""
-        self.write(graph)
+        """Labels the rest of the backward pass, and lets go of what autograd holds. New values of
+        buffers, which are written last of all, have labels already.
+        """
+        for node in graph.nodes:
+            node.meta.setdefault(_LABEL, self.running)
         self.created.clear()
 
     def write(self, graph: fx.Graph) -> None:

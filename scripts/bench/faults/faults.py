@@ -217,7 +217,7 @@ def report(outcome: Outcome) -> str:
 
 @click.command()
 @click.option("--kills", default=200, show_default=True, type=click.IntRange(min=1))
-@click.option("--teams", is_flag=True, help="Stages on meshes of two devices, without --replan.")
+@click.option("--teams", is_flag=True, help="Stages on meshes, as found, without --replan.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("-o", "--output", default="runs/faults", type=click.Path(path_type=Path))
 def main(kills: int, teams: bool, seed: int, output: Path) -> None:

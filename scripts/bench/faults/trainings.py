@@ -27,7 +27,7 @@ import pipedream.runtime.trainer  # noqa: F401 - what a worker would import
 from pipedream.capture.export import capture
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.model import Graph, format_graph
-from pipedream.graph.plan import Plan, PlanningOptions, write_plan
+from pipedream.graph.plan import PlanningOptions, write_plan
 from pipedream.runtime.cli import main
 from pipedream.runtime.supervise.forked import Forked
 from pipedream.runtime.supervise.heartbeat import Heartbeats
@@ -54,7 +54,7 @@ epochs: {trained.EPOCHS}
 @dataclass(frozen=True)
 class Case:
     """What is trained: stages with these numbers of workers; `data`: examples or stream. With
-    `devices` each worker of the first stage is a team of so many ranks.
+    `devices` each worker is a team of so many ranks.
     """
 
     replicas: tuple[int, ...]
@@ -83,26 +83,50 @@ class Run:
         return run if (run.folder / UNDISTURBED / "summary.json").exists() else run._make()
 
     def _make(self) -> Run:
-        case, folder = self.case, self.folder
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.temporary.mkdir(parents=True)
+        config = self.folder / "run.yaml"
+        config.write_text(_CONFIG.replace("SOURCE", _source(self.case)))
+        if self.case.devices > 1:
+            self._plan_teams()
+        else:
+            self._plan()
+        self._train_undisturbed()
+        return self
+
+    def _plan(self) -> None:
+        case = self.case
         captured = capture(trained.Network().double(), (trained.examples()[: trained.BATCH],)).graph
         timed = {name: replace(node, forward_seconds=1e-3) for name, node in captured.nodes.items()}
         graph = Graph(timed, captured.edges)
         plan = make_plan(graph, cut(graph, len(case.replicas)), case.replicas, case.schedule)
-        if case.devices > 1:
-            plan = _with_teams(plan, case.devices)
-        shutil.rmtree(folder, ignore_errors=True)
-        self.temporary.mkdir(parents=True)
         # Pipelines without replicas, of which there always is one for fewer workers.
         options = PlanningOptions(straight=True)
-        write_plan(plan.model_copy(update={"asked": options}), folder / "plan.json")
-        (folder / "graph.txt").write_text(format_graph(graph))
-        (folder / "run.yaml").write_text(_CONFIG.replace("SOURCE", _source(case)))
-        self._train_undisturbed()
-        return self
+        write_plan(plan.model_copy(update={"asked": options}), self.folder / "plan.json")
+        (self.folder / "graph.txt").write_text(format_graph(graph))
+
+    def _plan_teams(self) -> None:
+        """As pd-optimize divides the stages, over links on which everything is worth dividing."""
+        case = self.case
+        cut_at = ("--split", "b", "--replicas", ",".join(map(str, case.replicas)))
+        each = () if case.schedule in ("weight-stashing", "vertical-sync") else ("4",)
+        for words in (
+            ("pd-profile", "run.yaml", "-o", ".", "--repeats", "2"),
+            (
+                *("pd-optimize", "graph.txt", "--machines", str(self.workers), "--bandwidth"),
+                *("1TB", "--mesh", str(case.devices), "--schedule", case.schedule, "-o", "."),
+                *(word for count in each for word in ("--microbatches", count)),
+                *(cut_at if len(case.replicas) > 1 else ()),
+            ),
+        ):
+            program = Path(sys.executable).with_name(words[0])
+            command, variables = [str(program), *words[1:]], os.environ | self._variables("plan")
+            subprocess.run(command, cwd=self.folder, env=variables, check=True, capture_output=True)
+        assert "S(" in (self.folder / "plan.json").read_text(), "nothing is divided"
 
     @property
     def workers(self) -> int:
-        return sum(self.case.replicas) + (self.case.devices - 1) * self.case.replicas[0]
+        return sum(self.case.replicas) * self.case.devices
 
     @property
     def temporary(self) -> Path:
@@ -115,13 +139,7 @@ class Run:
         """
         words = ["plan.json", "--config", "run.yaml", "-o", name, "--save-every", str(EVERY)]
         words += ["--keep", "3", *options]
-        here = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-        variables = {
-            trained.SEEN: str(self.folder / f"{name}.seen"),
-            "TMPDIR": str(self.temporary),
-            "PYTHONPATH": os.pathsep.join(filter(None, here)),
-            "OMP_NUM_THREADS": "1",
-        }
+        variables = self._variables(name)
         with (self.folder / f"{name}.txt").open("ab") as said:
             if not real:
                 return Forked(partial(self._be_forked, words, variables, said.fileno()))
@@ -134,6 +152,15 @@ class Run:
                 stderr=said,
                 start_new_session=True,
             )
+
+    def _variables(self, name: str) -> dict[str, str]:
+        here = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        return {
+            trained.SEEN: str(self.folder / f"{name}.seen"),
+            "TMPDIR": str(self.temporary),
+            "PYTHONPATH": os.pathsep.join(filter(None, here)),
+            "OMP_NUM_THREADS": "1",
+        }
 
     def _be_forked(self, words: list[str], variables: dict[str, str], said: int) -> None:
         os.chdir(self.folder)
@@ -208,16 +235,3 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def _with_teams(plan: Plan, devices: int) -> Plan:
-    """The plan with meshes of so many devices in its first stage."""
-    data = plan.model_dump(exclude_none=True)
-    first, *others = data["stages"]
-    more = (devices - 1) * len(first["ranks"])
-    first |= {"ranks": tuple(range(devices * len(first["ranks"]))), "mesh": (devices,)}
-    first["placements"] = {"parameters": {"*a.weight": "S(0)"}}
-    for stage in others:
-        stage["ranks"] = tuple(rank + more for rank in stage["ranks"])
-    data["cluster"]["machines"] = (plan.workers + more,)
-    return Plan.model_validate(data)

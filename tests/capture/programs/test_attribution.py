@@ -125,6 +125,15 @@ def test_a_sum_of_gradients_is_of_the_node_that_gives_the_last() -> None:
     assert captured.module_paths[whole.nodes[sum_]] == "bend"
 
 
+def test_what_comes_after_the_last_label_but_before_new_values_of_buffers() -> None:
+    """The gradient of a first weight: with batch norm and dropout a model had no operators.json."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout())
+    captured, whole = attributed(model, (torch.randn(4, 6),))
+    last = whole.graph.calls[-1].name
+    assert captured.module_paths[whole.nodes[last]] == "0"
+    assert last in whole.backward
+
+
 @pytest.mark.slow
 def test_random_numbers_are_inputs_as_in_a_run() -> None:
     make, inputs = MODELS["transformer, fused"]
