@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TypeAlias
 
 import matplotlib.backends.backend_agg
@@ -119,8 +120,8 @@ class Run:
                 *(cut_at if len(case.replicas) > 1 else ()),
             ),
         ):
-            program = Path(sys.executable).with_name(words[0])
-            command, variables = [str(program), *words[1:]], os.environ | self._variables("plan")
+            command = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
+            variables = os.environ | self._variables("plan") | {"TMPDIR": gettempdir()}
             subprocess.run(command, cwd=self.folder, env=variables, check=True, capture_output=True)
         assert "S(" in (self.folder / "plan.json").read_text(), "nothing is divided"
 
