@@ -26,8 +26,10 @@ _Loss = tuple[int, int, float]
 def problems(run: Run, name: str, kills: Sequence[Kill]) -> Iterator[str]:
     """What differs from the undisturbed training, or is left behind in the folder."""
     yield from _named(run.named(name), kills)
-    if list(run.temporary.iterdir()):
-        yield f"left behind: {list(run.temporary.iterdir())}"
+    # torch makes that folder, once for each user, where it traces.
+    left = [each for each in run.temporary.iterdir() if "torchinductor_" not in each.name]
+    if left:
+        yield f"left behind: {left}"
     losses, wanted = (_losses(run.folder / kind) for kind in (name, UNDISTURBED))
     yield from _seen(run, name, losses)
     if any(kill.how == "--replan" for kill in kills):

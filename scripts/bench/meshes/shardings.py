@@ -2,12 +2,16 @@
 
     python scripts/bench/meshes/shardings.py trace MODEL FOLDER 4096:int64:32000 [batch_size=1]
     python scripts/bench/meshes/shardings.py solve FOLDER 8,8 [SECONDS_PER_BYTE]
+    python scripts/bench/meshes/shardings.py distances 2,4 FOLDER...
+    python scripts/bench/meshes/shardings.py halve FOLDER 12
 
 MODEL and its inputs are given as to pd-profile.
 `trace` captures the model without data (meta device) and writes operators.json, with seconds that
 follow from each operator's flops and bytes. `solve` reads it and finds the best sharding on a mesh,
 with its proof, in a process of its own: what it prints last is what the whole of it took. `tied`:
-seconds of the best one that is the same for all equal layers.
+seconds of the best one that is the same for all equal layers. `distances`: by how much the quick
+searches miss the best one; `propagate` is told where that has the parameters. `halve`: what the
+recursive search takes for 2^12 devices, all halvings free, once the graph is read and after.
 """
 
 from __future__ import annotations
@@ -68,22 +72,86 @@ def _seconds(operator: Any) -> float:
     return float(max(flops(operator) / FLOPS, moved / BANDWIDTH))
 
 
-def solve(folder: Path, mesh: tuple[int, ...], price: float = 0.0) -> None:
+def stage_of(profile: Any, mesh: tuple[int, ...], price: float = 0.0) -> Any:
+    from pipedream.graph.cluster import Link
+    from pipedream.optimizer.intra.costs import Accounting, StageProblem
+    from pipedream.sharding.assignment import LinkedMesh
+
+    links = (Link(latency=2e-5, bandwidth=25e9), Link(latency=5e-6, bandwidth=200e9))
+    linked = LinkedMesh(mesh, links[-len(mesh) :])
+    return StageProblem(
+        *(profile.graph, linked, profile.seconds, profile.graph.backward_calls()),
+        Accounting(minibatches=8, parameter_seconds=price),
+    )
+
+
+def distances(mesh: tuple[int, ...], folders: list[Path]) -> None:
+    from dataclasses import replace
+
+    from pipedream.graph.placements.operators import read_operators
+    from pipedream.graph.placements.requests import Requests
+    from pipedream.optimizer.intra.exact import solve as solved
+    from pipedream.optimizer.recursive.search import recursive
+    from pipedream.sharding.propagate import propagate
+
+    print("model | operators | one device | best, proven | recursive | propagate | seconds to find")
+    for folder in folders:
+        profile = read_operators(folder / "operators.json")
+        stage = stage_of(profile, mesh)
+        graph, linked, seconds = profile.graph, stage.mesh, profile.seconds
+        began = time.perf_counter()
+        choice = solved(stage.problem)
+        took = [time.perf_counter() - began]
+        best = stage.assignment(choice.labels)
+        placed = best.placed_inputs.items()
+        told = Requests({name: its for (role, name), its in placed if role == "parameter"})
+        figures = []
+        for search, requests in ((recursive, None), (propagate, told)):
+            began = time.perf_counter()
+            found = search(graph, linked, requests, seconds)
+            took.append(time.perf_counter() - began)
+            figures.append(replace(stage, requests=Requests()).seconds_of(found))
+        whole = math.fsum(seconds.values())
+        print(
+            f"{folder.name} | {len(graph.calls)} | {whole * 1e3:.2f} ms | "
+            f"{choice.seconds * 1e3:.2f} ms{'' if choice.proven else ' (not proven)'} | "
+            + " | ".join(f"{each / choice.seconds - 1:+.1%}" for each in figures)
+            + " | "
+            + ", ".join(f"{each:.2f}" for each in took),
+            flush=True,
+        )
+
+
+def halve(folder: Path, halvings: int) -> None:
     from pipedream.graph.cluster import Link
     from pipedream.graph.placements.operators import read_operators
-    from pipedream.optimizer.intra.costs import Accounting, StageProblem
-    from pipedream.optimizer.intra.exact import solve as solved
+    from pipedream.optimizer.recursive.search import RecursiveSearch
     from pipedream.sharding.assignment import LinkedMesh
+
+    gc.set_threshold(200_000)
+    profile = read_operators(folder / "operators.json")
+    links = [Link(latency=2e-5, bandwidth=25e9 if k < 9 else 200e9) for k in range(halvings)]
+    mesh = LinkedMesh((2,) * halvings, tuple(links))
+    for what in ("the first time", *["again, of a graph just read"] * 5):
+        graph = profile.graph.model_copy()
+        began = time.perf_counter()
+        search = RecursiveSearch(graph)
+        search.run(mesh, None, profile.seconds)
+        first = time.perf_counter() - began
+        began = time.perf_counter()
+        search.run(mesh, None, profile.seconds)
+        kept = time.perf_counter() - began
+        print(f"{what}: {first * 1e3:.1f} ms; what is known kept: {kept * 1e3:.1f} ms")
+
+
+def solve(folder: Path, mesh: tuple[int, ...], price: float = 0.0) -> None:
+    from pipedream.graph.placements.operators import read_operators
+    from pipedream.optimizer.intra.exact import solve as solved
 
     gc.set_threshold(200_000)  # as pd-optimize does
     profile = read_operators(folder / "operators.json")
     read = time.perf_counter() - BEGAN
-    links = (Link(latency=2e-5, bandwidth=25e9), Link(latency=5e-6, bandwidth=200e9))
-    linked = LinkedMesh(mesh, links[-len(mesh) :])
-    stage = StageProblem(
-        *(profile.graph, linked, profile.seconds, profile.graph.backward_calls()),
-        Accounting(minibatches=8, parameter_seconds=price),
-    )
+    stage = stage_of(profile, mesh, price)
     problem = stage.problem
     built = time.perf_counter() - BEGAN
     choice = solved(problem)
@@ -112,6 +180,12 @@ def main(words: list[str]) -> None:
     if words[0] == "solve":
         mesh = tuple(map(int, words[2].split(",")))
         solve(Path(words[1]), mesh, float(words[3]) if len(words) > 3 else 0.0)
+        return
+    if words[0] == "distances":
+        distances(tuple(map(int, words[1].split(","))), [Path(each) for each in words[2:]])
+        return
+    if words[0] == "halve":
+        halve(Path(words[1]), int(words[2]))
         return
     args = dict(word.split("=", 1) for word in words[3:] if "=" in word)
     inputs = tuple(word for word in words[3:] if "=" not in word)
