@@ -63,9 +63,9 @@ def joint(
     end: End | None = None,
 ) -> Joint:
     """Traces `module(*inputs)`, which gives a tuple of tensors, with parameters and buffers
-    `state`, which may have some that it does not read. `wants`: of which inputs the gradients are to be computed. `precision`: the context of
-    the forward pass, which is entered twice. `end` comes after it, in the same; inputs after those
-    of the module are for it alone.
+    `state`, which may have some that it does not read. `wants`: of which inputs the gradients are
+    to be computed. `precision`: the context of the forward pass, which is entered twice. `end`
+    comes after it, in the same; inputs after those of the module are for it alone.
 
     Nothing is computed: only shapes, types and whether gradients are required matter. Raises
     CannotDivide.

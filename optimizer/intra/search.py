@@ -56,7 +56,10 @@ def find_sharding(stage: StageProblem, method: IntraOp, seconds: float = 30.0) -
         return Sharding(assignment, "exact", choice.seconds, choice.bound, tied)
     messages = Messages.of(stage.problem)
     messages.sweep(_SWEEPS)
-    search = propagate if method == "propagate" else recursive
-    assignment = search(stage.graph, stage.mesh, stage.requests, stage.seconds)
+    given = stage.graph, stage.mesh, stage.requests, stage.seconds
+    if method == "propagate":
+        assignment = propagate(*given)
+    else:
+        assignment = recursive(*given, minibatches=stage.accounting.minibatches)
     taken = stage.seconds_of(assignment)
     return Sharding(assignment, method, taken, min(taken, messages.bound()))

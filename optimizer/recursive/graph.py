@@ -2,12 +2,14 @@
 
 Nodes are what the graph is given and then the calls, as in `sharding.axis`; what is given reads
 nothing and has one result. Heavy operators are those that have `flops`, heaviest first; each is
-followed by the light ones around it, up to the next heavy ones, the nearest first.
+followed by the light ones to which no other heavy one is nearer, the nearest first. Those that only
+prepare a gradient of a parameter come after the heavy ones that give it, which can choose; those
+that read what another changes in place, after that one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +24,7 @@ from pipedream.graph.placements.operators import (
     OperatorGraph,
     flops,
 )
-from pipedream.graph.placements.placement import Shard
+from pipedream.graph.placements.placement import Partial, Shard
 from pipedream.optimizer.recursive.options import Ints
 from pipedream.sharding.axis import AxisNode, reads, results
 from pipedream.sharding.rules import strategies
@@ -69,6 +71,10 @@ class GraphArrays(NamedTuple):
     """For each of these."""
     written: Ints
     """By value: whether an operator changes it, so that it stays where it is."""
+    late: Ints
+    """By value: the parameter for whose gradient it is made, and for nothing else, so that its sums
+    can wait until there is an update; -1 for all others.
+    """
     indices: Ints
     """By value and dimension: what is the same where dividing one divides the other."""
     heavy: Ints
@@ -151,6 +157,7 @@ class HalvingGraph:
             Lists.of([[value for value, _ in each] for each in gradients]),
             np.array([kind for each in gradients for _, kind in each], np.int64),
             written,
+            self._late,
             self._indices,
             np.where(family >= 0, np.cumsum(family >= 0) - 1, -1),
             family,
@@ -159,25 +166,75 @@ class HalvingGraph:
         )
 
     @cached_property
+    def _before(self) -> list[set[int]]:
+        """By node others that are decided before it: what is changed in place stays where the
+        operator that does it needs it, and others read it there.
+        """
+        before: list[set[int]] = [set() for _ in self.nodes]
+        written = {call.reads[n]: call for call in self.graph.calls for n in call.operator.writes}
+        given = {each.value: node for node, each in enumerate(self.graph.inputs)}
+        for node, each in enumerate(self.graph.calls, len(given)):
+            for value in each.reads:
+                if value in written and value in given:
+                    writes = written[value] is each
+                    one, other = (node, given[value]) if writes else (given[value], node)
+                    before[other].add(one)
+        return before
+
+    @cached_property
+    def _late_nodes(self) -> frozenset[int]:
+        """Those that give late values alone."""
+        values = self.values
+        return frozenset(
+            node
+            for node, each in enumerate(self.nodes)
+            if all(v is None or self._late[values[v]] >= 0 for v in results(each))
+        )
+
+    @cached_property
+    def _late(self) -> Ints:
+        """late(v) = p if v is the gradient of p, or all that reads v passes on sums and gives what
+        is late; and nothing else ends in v.
+        """
+        given = {(each.role, each.name): each.value for each in self.graph.inputs}
+        passing = {each for each in dict.fromkeys(self.operators) if _passes_on_sums(each)}
+        late: dict[str, int] = {}
+        for output in self.graph.outputs:
+            own = (
+                self.values[given["parameter", output.name]]
+                if output.role == "parameter gradient"
+                else -1
+            )
+            late[output.value] = min(own, late.get(output.value, own))
+        for call in reversed(self.graph.calls):
+            made = [late[value] for value in call.results if value in late]
+            own = min(made) if made and call.operator in passing else -1
+            late |= {value: min(own, late.get(value, own)) for value in call.reads}
+        return np.array([late.get(value, -1) for value in self.values], np.int64)
+
+    @cached_property
     def order(self) -> Ints:
         """The nodes in the order in which they are decided; those far from all heavy ones last."""
-        reached: dict[int, None] = {}
-        for heavy in self.heavy:
-            reached[heavy] = None
-            self._flood(heavy, reached)
-        for node in range(len(self.nodes)):
-            if node not in reached:
-                reached[node] = None
-                self._flood(node, reached)
-        return np.array(list(reached), np.int64)
+        rank = {heavy: number for number, heavy in enumerate(self.heavy)}
+        nearest, reached = dict(rank), list(rank)
+        for node in reached:  # which grows: all heavy ones flood at once
+            for near in self._neighbours[node]:
+                too_early = near in self._late_nodes and node not in self._late_nodes
+                if near not in nearest and not too_early:
+                    nearest[near] = nearest[node]
+                    reached.append(near)
+        reached.sort(key=lambda node: nearest[node])  # by distance where that is equal
+        calls = range(len(self.graph.inputs), len(self.nodes))
+        order: dict[int, None] = {}
+        for node in (*reached, *calls, *range(len(self.graph.inputs))):
+            order |= dict.fromkeys(self._first(node))
+        return np.array(list(order), np.int64)
 
-    def _flood(self, first: int, reached: dict[int, None]) -> None:
-        waiting = deque([first])
-        while waiting:
-            for near in self._neighbours[waiting.popleft()]:
-                if near not in reached and near not in self.heavy:
-                    reached[near] = None
-                    waiting.append(near)
+    def _first(self, node: int) -> Iterator[int]:
+        """The node, after those that are decided before it."""
+        for other in sorted(self._before[node]):
+            yield from self._first(other)
+        yield node
 
     @cached_property
     def _neighbours(self) -> list[list[int]]:
@@ -261,3 +318,11 @@ def _sharded(operator: Operator) -> list[list[tuple[int, int]]]:
         ends = enumerate((*strategy.inputs, *strategy.outputs))
         found.append([(slot, each.dim) for slot, each in ends if isinstance(each, Shard)])
     return [each for each in found if each]
+
+
+def _passes_on_sums(operator: Operator) -> bool:
+    """Tells whether terms of all that it reads give terms of its results."""
+    return any(
+        all(isinstance(each, Partial) for each in (*strategy.inputs, *strategy.outputs))
+        for strategy in strategies(operator, 2)
+    )

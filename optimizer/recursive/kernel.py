@@ -1,23 +1,22 @@
 """Each node in turn takes the option that costs least next to what is decided around it.
 
-Costs are relative: bytes that a device sends (of its part of a tensor before this axis, times what
-the collective takes of it: `OptionTable.relative_costs`) over the bandwidth of the axis, and the
-seconds of its work. Of an option p of node v
+Costs are relative: seconds of what a device sends (of its part of a tensor before this axis, by
+`Moves`) and of its work, as if the axes after this one did not exist. Of an option p of node v
 
     cost(v, p) =   redistributions of what v reads, unless another reader has it so already,
                  + redistributions of what v gives to the decided readers, once for each placement
                  + sums of what v gives that nobody has asked for yet
-                 + sums within v, and those of the family of v (its gradients) if they are divided
-                   along the same index
+                 + sums within v, and its share, by seconds, of those of the family of v (its
+                   gradients) if they are divided along the same index
                  + seconds(v) / devices if p divides v, else seconds(v)
 
-Where costs are equal, fewer bytes in each minibatch count (sums of gradients of parameters are made
-once per update), then divided work, then fewer bytes held.
+Sums of gradients of parameters are made once per update. Where costs are equal, those in each
+minibatch count, then divided work, then fewer bytes held.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numba import njit
@@ -32,9 +31,21 @@ from pipedream.optimizer.recursive.graph import (
 from pipedream.optimizer.recursive.options import SUM, WHOLE, Floats, Ints, OptionArrays
 
 Counts: TypeAlias = NDArray[np.int32]
-_KEYS = 5
+_KEYS = 6
 _CLOSE = 1e-9
 assert (OUTPUT, INPUT_GRADIENT, PARAMETER_GRADIENT, WHOLE, SUM) == (0, 1, 2, 0, 1)
+
+
+class Moves(NamedTuple):
+    """What brings a tensor from one code to another, on this axis of so many devices."""
+
+    per_byte: Floats
+    """[source, target]: seconds for each byte that a device has before this axis."""
+    fixed: Floats
+    """[source, target]: seconds, however many bytes."""
+    devices: int
+    minibatches: float
+    """Of an update."""
 
 
 @njit(cache=True)
@@ -43,33 +54,36 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
     options: OptionArrays,
     order: Ints,
     rows: Ints,
-    relative: Floats,
-    per_byte: float,
-    devices: int,
+    moves: Moves,
     seconds: Floats,
     must: Ints,
     sweeps: int,
 ) -> Ints:
-    """Returns the option of each node. `rows`: by node; `relative`: of one code to another;
-    `seconds`: of the work of each node before this axis; `must`: whether it is to be divided if it
-    can be, whatever that costs. After the first decision a node is looked at again, at most
-    `sweeps` times, if one next to it has changed, or sends something after its first decision.
+    """Returns the option of each node. `rows`: by node; `seconds`: of the work of each node before
+    this axis; `must`: whether it is to be divided if it can be, whatever that costs. After the
+    first decision a node is looked at again, at most `sweeps` times, if one next to it has changed,
+    or sends something after its first decision. Where that gains nothing, none is divided.
     """
     chosen = np.full(len(rows), -1, np.int64)
-    wanted = np.zeros((len(graph.producers), len(relative)), np.int32)
+    devices, codes_count = moves.devices, len(moves.fixed)
+    wanted = np.zeros((len(graph.producers), codes_count), np.int32)
     for node in range(len(rows)):
         if options.first[rows[node]] + 1 == options.first[rows[node] + 1]:
             chosen[node] = options.first[rows[node]]
             _count(graph, options, wanted, node, chosen[node], 1)
     slots = np.max(np.diff(graph.reads.begin)) + np.max(np.diff(graph.results.begin))
-    minibatch = np.zeros((slots, len(relative)))
-    update = np.zeros((slots, len(relative)))
+    minibatch = np.zeros((slots, codes_count))
+    update = np.zeros((slots, codes_count))
     best, keys = np.zeros(_KEYS), np.zeros(_KEYS)
-    places, own_sums, sums = _family_sums(graph, options, rows, chosen)
+    places, own_sums, sums = _family_sums(graph, options, rows, moves, chosen)
+    index_of = np.full(len(sums), -2, np.int64)
+    family_seconds, share = np.zeros(len(sums)), 1.0
+    for node in range(len(rows)):
+        if graph.family[node] >= 0:
+            family_seconds[graph.family[node]] += seconds[node]
     stale = np.zeros(len(rows), np.bool_)
     codes_at, codes, bytes_at = options.codes_at, options.codes, options.bytes_at
     bytes_, summed, divides = options.bytes, options.summed, options.divides
-    whole = relative[SUM, WHOLE]
     for sweep in range(sweeps + 1):
         for node in order:
             row = rows[node]
@@ -79,16 +93,17 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
             stale[node] = False
             if sweep > 0:
                 _count(graph, options, wanted, node, chosen[node], -1)
-            _read_costs(graph, options, rows, relative, chosen, wanted, node, minibatch)
-            _result_costs(graph, options, rows, relative, chosen, wanted, node, minibatch, update)
+            _read_costs(graph, options, rows, moves, chosen, wanted, node, minibatch)
+            _result_costs(graph, options, rows, moves, chosen, wanted, node, minibatch, update)
             reads = graph.reads.begin[node + 1] - graph.reads.begin[node]
             results = graph.results.begin[node + 1] - graph.results.begin[node]
             before, chosen[node], best_work = chosen[node], -1, 0.0
             family = graph.family[node] if sweep == 0 else -1
             if family >= 0:
                 sums[family] -= own_sums[graph.heavy[node]]
+                share = seconds[node] / family_seconds[family] if seconds[node] > 0.0 else 1.0
             for option in range(first, end):
-                often, once, held = summed[option] * whole, 0.0, 0.0
+                often, once, held = _seconds(moves, SUM, WHOLE, summed[option]), 0.0, 0.0
                 for slot in range(reads + results):
                     code = codes[codes_at[option] + slot]
                     often += minibatch[slot, code]
@@ -96,25 +111,73 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
                         once += update[slot, code]
                         own = bytes_[bytes_at[row] + slot]
                         held += own / devices if code > SUM else own
-                sent = often + once
+                sent = often + once / moves.minibatches
+                other = 0.0
                 if family >= 0:
                     place = places[graph.heavy[node], option - first]
-                    sent += sums[family, place] * whole if place >= 0 else 0.0
+                    if index_of[family] < -1:
+                        sent += share * sums[family, place] if place >= 0 else 0.0
+                    else:
+                        other = 0.0 if place == index_of[family] else 1.0
                 work = seconds[node] / devices if divides[option] else seconds[node]
                 keys[0] = 1.0 if must[node] and not divides[option] else 0.0
-                keys[1] = sent * per_byte + work
-                keys[2] = often
-                keys[3] = 0.0 if divides[option] else 1.0
-                keys[4] = held
+                keys[1] = sent + work
+                keys[2] = other
+                keys[3] = often
+                keys[4] = 0.0 if divides[option] else 1.0
+                keys[5] = held
                 better = chosen[node] < 0 or _less(keys, best)
                 if better or (option == before and not _less(best, keys)):
                     chosen[node], best_work = option, work
                     best[:] = keys
             _count(graph, options, wanted, node, chosen[node], 1)
+            if family >= 0 and index_of[family] < -1:
+                index_of[family] = places[graph.heavy[node], chosen[node] - first]
             if chosen[node] != before and (sweep > 0 or best[1] > best_work):
                 for k in range(graph.near.begin[node], graph.near.begin[node + 1]):
                     stale[graph.near.items[k]] = True
-    return chosen
+    if np.any(must):
+        return chosen
+    whole = options.first[rows]
+    worse = _total(graph, options, rows, moves, whole, seconds) <= _total(
+        graph, options, rows, moves, chosen, seconds
+    )
+    return whole if worse else chosen
+
+
+@njit(cache=True)
+def _total(
+    graph: GraphArrays,
+    options: OptionArrays,
+    rows: Ints,
+    moves: Moves,
+    chosen: Ints,
+    seconds: Floats,
+) -> float:
+    """Returns the seconds of all that is done under these options, sums of updates by minibatch."""
+    wanted = np.zeros((len(graph.producers), len(moves.fixed)), np.int32)
+    total = 0.0
+    for node in range(len(rows)):
+        _count(graph, options, wanted, node, chosen[node], 1)
+        divided = options.divides[chosen[node]]
+        total += seconds[node] / moves.devices if divided else seconds[node]
+        total += _seconds(moves, SUM, WHOLE, options.summed[chosen[node]])
+    minibatch, update = np.zeros((1, len(moves.fixed))), np.zeros((1, len(moves.fixed)))
+    for value in range(len(graph.producers)):
+        source = _placed(graph, options, chosen, value)
+        maker = graph.producers[value]
+        own = options.bytes[options.bytes_at[rows[maker]] + graph.slots[value]]
+        for target in range(len(moves.fixed)):
+            if wanted[value, target]:
+                moved = graph.written[value] and source != target
+                total += np.inf if moved else _seconds(moves, source, target, own)
+        for e in range(graph.ends.begin[value], graph.ends.begin[value + 1]):
+            kind, partner = graph.ends.items[e], graph.partners[e]
+            target = _placed(graph, options, chosen, partner) if partner >= 0 else -1
+            minibatch[0, source] = update[0, source] = 0.0
+            _add_end(moves, own, kind, source, target, minibatch, update, 0, source)
+            total += minibatch[0, source] + update[0, source] / moves.minibatches
+    return total
 
 
 @njit(cache=True)
@@ -151,13 +214,13 @@ def _read_costs(
     graph: GraphArrays,
     options: OptionArrays,
     rows: Ints,
-    relative: Floats,
+    moves: Moves,
     chosen: Ints,
     wanted: Counts,
     node: int,
     costs: Floats,
 ) -> None:
-    """Sets the bytes that bring what the node reads to each placement."""
+    """Sets the seconds that bring what the node reads to each placement."""
     first = graph.reads.begin[node]
     for k in range(first, graph.reads.begin[node + 1]):
         value, slot = graph.reads.items[k], k - first
@@ -174,7 +237,7 @@ def _read_costs(
             if graph.written[value] and code != source:
                 costs[slot, code] = np.inf
             elif not wanted[value, code]:
-                costs[slot, code] = own * relative[source, code]
+                costs[slot, code] = _seconds(moves, source, code, own)
 
 
 @njit(inline="always")
@@ -182,15 +245,15 @@ def _result_costs(  # noqa: C901
     graph: GraphArrays,
     options: OptionArrays,
     rows: Ints,
-    relative: Floats,
+    moves: Moves,
     chosen: Ints,
     wanted: Counts,
     node: int,
     minibatch: Floats,
     update: Floats,
 ) -> None:
-    """Sets the bytes that bring what the node gives, in each placement, to the decided readers and
-    to where it ends, and its gradients to where it is: in each minibatch, and in each update.
+    """Sets the seconds that bring what the node gives, in each placement, to the decided readers
+    and to where it ends, and its gradients to where it is: in each minibatch, and in each update.
     """
     first = graph.results.begin[node]
     reads = graph.reads.begin[node + 1] - graph.reads.begin[node]
@@ -198,38 +261,47 @@ def _result_costs(  # noqa: C901
         value, slot, asked = graph.results.items[k], reads + k - first, False
         place = options.bytes_at[rows[node]] + slot
         codes = options.slot_codes[options.first_code[place] : options.first_code[place + 1]]
+        own = options.bytes[place]
         for code in codes:
             minibatch[slot, code] = update[slot, code] = 0.0
         if value < 0:
             continue
-        for target in range(len(relative)):
+        for target in range(len(moves.fixed)):
             if wanted[value, target]:
                 asked = asked or target != SUM
                 for code in codes:
                     moved = graph.written[value] and code != target
-                    minibatch[slot, code] += np.inf if moved else relative[code, target]
+                    cost = np.inf if moved else _seconds(moves, code, target, own)
+                    minibatch[slot, code] += cost
         for e in range(graph.ends.begin[value], graph.ends.begin[value + 1]):
             kind, partner, asked = graph.ends.items[e], graph.partners[e], True
             target = _placed(graph, options, chosen, partner) if partner >= 0 else -1
             for code in codes:
-                _add_end(relative, kind, code, target, minibatch, update, slot, code)
+                _add_end(moves, own, kind, code, target, minibatch, update, slot, code)
         for e in range(graph.gradients.begin[value], graph.gradients.begin[value + 1]):
             source = _placed(graph, options, chosen, graph.gradients.items[e])
             if source >= 0:
                 for code in codes:
                     kind = graph.gradient_kinds[e]
-                    _add_end(relative, kind, source, code, minibatch, update, slot, code)
+                    _add_end(moves, own, kind, source, code, minibatch, update, slot, code)
         if not asked:
-            minibatch[slot, SUM] += relative[SUM, WHOLE]
-        own = max(1.0, options.bytes[place])  # 0 x inf is no number
-        for code in codes:
-            minibatch[slot, code] *= own
-            update[slot, code] *= own
+            partner, kind, target = graph.late[value], OUTPUT, WHOLE
+            if partner >= 0:
+                kind, target = PARAMETER_GRADIENT, _placed(graph, options, chosen, partner)
+            for code in codes:
+                if code == SUM or (partner >= 0 and target == WHOLE):
+                    _add_end(moves, own, kind, code, target, minibatch, update, slot, code)
+                elif partner >= 0 and code > SUM and target > SUM:
+                    index = graph.indices[value, options.dims[code]]
+                    if index != graph.indices[partner, options.dims[target]]:
+                        moved = _seconds(moves, SUM, target, own / moves.devices)
+                        minibatch[slot, code] += moved
 
 
 @njit(cache=True)
 def _add_end(
-    relative: Floats,
+    moves: Moves,
+    own: float,
     kind: int,
     source: int,
     target: int,
@@ -242,20 +314,28 @@ def _add_end(
     `target`: of the parameter or input whose gradient it is; -1 while that is open.
     """
     if kind == OUTPUT:
-        minibatch[slot, code] += relative[source, WHOLE]
+        minibatch[slot, code] += _seconds(moves, source, WHOLE, own)
     elif kind == PARAMETER_GRADIENT and source == SUM and target <= WHOLE:
-        update[slot, code] += relative[SUM, WHOLE]
+        update[slot, code] += _seconds(moves, SUM, WHOLE, own)
     elif target >= 0:
-        minibatch[slot, code] += relative[source, target]
+        minibatch[slot, code] += _seconds(moves, source, target, own)
+
+
+@njit(inline="always")
+def _seconds(moves: Moves, source: int, target: int, size: float) -> float:
+    """Of a tensor of so many bytes."""
+    seconds: float = moves.per_byte[source, target] * size
+    return seconds + moves.fixed[source, target] if size else 0.0
 
 
 @njit(cache=True)
 def _family_sums(
-    graph: GraphArrays, options: OptionArrays, rows: Ints, chosen: Ints
+    graph: GraphArrays, options: OptionArrays, rows: Ints, moves: Moves, chosen: Ints
 ) -> tuple[Ints, Floats, Floats]:
     """Returns for each heavy node and option the place, among the indices of the node's family, of
-    the first one that the option divides, -1 for none; by node and place the fewest bytes that the
-    node gives as sums if it is divided along that index; and by family and place all of these.
+    the first one that the option divides, -1 for none; by node and place the fewest seconds that
+    sums of what the node gives take if it is divided along that index; and by family and place all
+    of these.
     """
     heavy = np.flatnonzero(graph.family >= 0)
     most = np.max(np.diff(graph.family_indices.begin))
@@ -281,7 +361,9 @@ def _family_sums(
                 if place < 0 and dims[code] >= 0 and value >= 0:
                     place = np.searchsorted(indices, graph.indices[value, dims[code]])
                 if slot >= reads and code == SUM:
-                    summed += options.bytes[options.bytes_at[rows[node]] + slot]
+                    size = options.bytes[options.bytes_at[rows[node]] + slot]
+                    wait = moves.minibatches if value >= 0 and graph.late[value] >= 0 else 1.0
+                    summed += _seconds(moves, SUM, WHOLE, size) / wait
             places[number, option - first] = place
             if place >= 0:
                 least[place] = min(least[place], summed)

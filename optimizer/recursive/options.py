@@ -125,18 +125,19 @@ class OptionTable:
             )
         return self._arrays
 
-    def relative_costs(self, devices: int) -> Floats:
-        """Returns from one code to another the parts of a tensor that a device sends: those of
-        rings, as in `sharding.steps`, for equal parts.
+    def moves(self, devices: int) -> tuple[Floats, Ints]:
+        """Returns from one code to another the parts of a tensor that a device sends, and in how
+        many rounds: those of rings, as in `sharding.steps`, for equal parts.
         """
-        kinds = np.array([0 if each < 2 else 1 for each in range(len(self._placements))])
-        part = (devices - 1) / devices
-        costs = np.where(kinds[:, None] & kinds[None, :], part / devices, 0.0)
-        np.fill_diagonal(costs, 0.0)
-        costs[2:, WHOLE] = part
-        costs[SUM, 2:] = part
-        costs[SUM, WHOLE] = 2 * part
-        return costs
+        shard = np.arange(len(self._placements)) > SUM
+        part, rounds = (devices - 1) / devices, devices - 1
+        among_shards = shard[:, None] & shard & ~np.eye(len(shard), dtype=np.bool_)
+        parts: Floats = np.where(among_shards, part / devices, 0.0)
+        parts[shard, WHOLE] = parts[SUM, shard] = part
+        parts[SUM, WHOLE] = 2 * part
+        counts = np.where(parts > 0.0, rounds, 0)
+        counts[SUM, WHOLE] = 2 * rounds
+        return parts, counts
 
     def _add_row(self, state: int, devices: int, placement: Placement | None) -> None:
         operators, self._arrays = self.states[state], None

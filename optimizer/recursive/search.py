@@ -2,8 +2,8 @@
 
 As MindSpore's symbolic planner (SAPP, "recursive programming"): the machine is halved again and
 again, and each halving divides every operator once more or leaves it. Operators are decided in
-order of weight, heaviest first, on relative costs alone: bytes of sums within an operator, and
-bytes of redistributions to and from the neighbours that are decided. Then those next to which
+order of weight, heaviest first, on relative costs alone: those of sums within an operator, and of
+redistributions to and from the neighbours that are decided. Then those next to which
 something is sent are looked at again, a few times at most, so that all of it takes time in
 proportion to operators x halvings.
 
@@ -29,7 +29,7 @@ from pipedream.graph.placements.operators import OperatorCall, OperatorGraph
 from pipedream.graph.placements.placement import Mesh, Placement, Placements, Shard, show_placements
 from pipedream.graph.placements.requests import Requests, requested_values
 from pipedream.optimizer.recursive.graph import HalvingGraph
-from pipedream.optimizer.recursive.kernel import decide
+from pipedream.optimizer.recursive.kernel import Moves, decide
 from pipedream.optimizer.recursive.options import Ints, OptionTable, given_state
 from pipedream.sharding.assignment import Assignment, LinkedMesh
 from pipedream.sharding.axis import chunk_numbers, results
@@ -45,15 +45,17 @@ def recursive(
     mesh: LinkedMesh,
     requests: Requests | None = None,
     seconds: Mapping[str, float] = _NOTHING,
+    minibatches: float = 1.0,
 ) -> Assignment:
     """Divides all operators of the graph on the mesh.
 
     `requests`: of parameters, buffers and inputs; what else is an input comes whole. `seconds`:
     what the calls with these names take on one device. Without any, each product is divided as long
-    as it can be. The same arguments give the same assignment in every process. Raises UserError for
-    a request that cannot be met.
+    as it can be, and latencies do not count. `minibatches`: of an update, for which gradients of
+    parameters are summed once. The same arguments give the same assignment in every process. Raises
+    UserError for a request that cannot be met.
     """
-    return RecursiveSearch(graph).run(mesh, requests, seconds)
+    return RecursiveSearch(graph).run(mesh, requests, seconds, minibatches)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class RecursiveSearch:
         mesh: LinkedMesh,
         requests: Requests | None = None,
         seconds: Mapping[str, float] = _NOTHING,
+        minibatches: float = 1.0,
     ) -> Assignment:
         """As `recursive`."""
         placements = self._requested(mesh.sizes, requests or Requests())
@@ -87,11 +90,12 @@ class RecursiveSearch:
             for node, its in placements.items():
                 rows[node] = table.row(int(states[node]), devices, its[axis])
             arrays = table.arrays()
-            relative, per_byte = table.relative_costs(devices), _seconds_per_byte(link)
+            parts, rounds = table.moves(devices)
+            latency = float(link.seconds(1)) if seconds else 0.0
+            per_byte = np.float64(_seconds_per_byte(link))
+            moves = Moves(parts * per_byte, rounds * np.float64(latency), devices, minibatches)
             nodes, order = self._halving.arrays, self._halving.order
-            chosen[:, axis] = decide(
-                nodes, arrays, order, rows, relative, per_byte, devices, work, must, _SWEEPS
-            )
+            chosen[:, axis] = decide(nodes, arrays, order, rows, moves, work, must, _SWEEPS)
             work = np.where(arrays.divides[chosen[:, axis]], work / devices, work)
             states = _each(chosen[:, axis], table.after)
         return self._assignment(mesh, table, chosen)

@@ -40,6 +40,7 @@ def rules() -> dict[str, DivisionRule]:
         "topk": DivisionRule(partial(_along, dim_at=2)),
         "_softmax": DivisionRule(_along),
         "_log_softmax": DivisionRule(_along),
+        "_safe_softmax": DivisionRule(_along),
         "_softmax_backward_data": DivisionRule(partial(_along, dim_at=2, linear=[0])),
         "_log_softmax_backward_data": DivisionRule(partial(_along, dim_at=2, linear=[0])),
     }

@@ -10,8 +10,9 @@ MODEL and its inputs are given as to pd-profile.
 follow from each operator's flops and bytes. `solve` reads it and finds the best sharding on a mesh,
 with its proof, in a process of its own: what it prints last is what the whole of it took. `tied`:
 seconds of the best one that is the same for all equal layers. `distances`: by how much the quick
-searches miss the best one; `propagate` is told where that has the parameters. `halve`: what the
-recursive search takes for 2^12 devices, all halvings free, once the graph is read and after.
+searches miss the best one; `propagate` is told where that has the parameters, and how it divides
+the operators that read the inputs. `halve`: what the recursive search takes for 2^12 devices, all
+halvings free, once the graph is read and after.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def stage_of(profile: Any, mesh: tuple[int, ...], price: float = 0.0) -> Any:
 
 def distances(mesh: tuple[int, ...], folders: list[Path]) -> None:
     from dataclasses import replace
+    from functools import partial
 
     from pipedream.graph.placements.operators import read_operators
     from pipedream.graph.placements.requests import Requests
@@ -104,11 +106,19 @@ def distances(mesh: tuple[int, ...], folders: list[Path]) -> None:
         took = [time.perf_counter() - began]
         best = stage.assignment(choice.labels)
         placed = best.placed_inputs.items()
-        told = Requests({name: its for (role, name), its in placed if role == "parameter"})
+        given = {each.value for each in graph.inputs if each.role == "input"}
+        first = [call for call in graph.calls if given.intersection(call.reads)]
+        told = Requests(
+            {name: its for (role, name), its in placed if role == "parameter"},
+            operators={each.name: best.targets(each.name)[: len(each.reads)] for each in first},
+        )
         figures = []
-        for search, requests in ((recursive, None), (propagate, told)):
+        for search in (
+            partial(recursive, graph, linked, None, seconds, stage.accounting.minibatches),
+            partial(propagate, graph, linked, told, seconds),
+        ):
             began = time.perf_counter()
-            found = search(graph, linked, requests, seconds)
+            found = search()
             took.append(time.perf_counter() - began)
             figures.append(replace(stage, requests=Requests()).seconds_of(found))
         whole = math.fsum(seconds.values())

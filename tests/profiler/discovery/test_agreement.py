@@ -22,7 +22,6 @@ UNREAD = ("aten.native_batch_norm_backward",)
 FURTHER = {
     "aten.native_layer_norm": "weight and bias together may be terms of a sum",
     "aten.native_layer_norm_backward": "so may the weight, for the gradient of the input alone",
-    "aten._safe_softmax": "there is no rule",
 }
 """Families of which more is found than the rules say, all of it right."""
 EVEN = "rules know for which numbers of devices parts end where others do; what is found is for any"
