@@ -101,9 +101,9 @@ class AxisProblem:
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """Returns the values that an operator changes: it must find them where they are."""
+        """Returns the values that an operator must find as they are (`Operator.stays`)."""
         calls = self.graph.calls
-        return frozenset(call.reads[n] for call in calls for n in call.operator.writes)
+        return frozenset(call.reads[n] for call in calls for n in call.operator.stays)
 
     @cached_property
     def input_values(self) -> dict[tuple[str, str], str]:

@@ -1,14 +1,15 @@
 """From the strategies of operators to the lines of plan.json, and back to the calls of a stage.
 
 A stage is traced anew in each rank, where calls have other names than in the whole model. They are
-found by the node that makes them, the pass, the operator, and which of the node's calls of it.
+found by the node that makes them, the pass, and the sequence of operators that the node calls.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 from pipedream.graph.placements.operators import Operator, OperatorCall, OperatorGraph, Way
 from pipedream.graph.placements.placement import Mesh, Placement, Shard
@@ -19,18 +20,6 @@ from pipedream.sharding.rules import RULES, strategies
 from pipedream.sharding.rules.discovered import as_way
 from pipedream.sharding.rules.strategy import R, Strategy
 
-_Key: TypeAlias = tuple[str, bool, str, int]
-"""Node, whether backward, operator, and how many calls of it the node makes before."""
-
-
-def _keys(graph: OperatorGraph, nodes: Mapping[str, str]) -> Iterator[tuple[_Key, OperatorCall]]:
-    """Yields the calls with what they are found by; `nodes`: by the name of a call."""
-    counts, backward = Counter[tuple[str, bool, str]](), graph.backward_calls()
-    for call in graph.calls:
-        first = nodes[call.name], call.name in backward, call.operator.target
-        yield (*first, counts[first]), call
-        counts[first] += 1
-
 
 def strategy_texts(
     assignment: Assignment, nodes: Mapping[str, str], chosen: Collection[str]
@@ -39,10 +28,14 @@ def strategy_texts(
     the name of a call.
     """
     lines: dict[str, tuple[list[str], list[str]]] = {}
-    for (node, backward, _, _), call in _keys(assignment.graph, nodes):
+    backward = assignment.graph.backward_calls()
+    for call in assignment.graph.calls:
+        node = nodes[call.name]
         if node in chosen:
             own = lines.setdefault(node, ([], []))
-            own[backward].append(_placements(call, assignment.strategies[call.name]).text)
+            own[call.name in backward].append(
+                _placements(call, assignment.strategies[call.name]).text
+            )
     alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
     for node, (forward, backward_lines) in lines.items():
         alike[tuple(forward), tuple(backward_lines)].append(node)
@@ -52,23 +45,45 @@ def strategy_texts(
     )
 
 
-def planned_placements(
-    texts: Sequence[NodeStrategies], graph: OperatorGraph, nodes: Mapping[str, str], axes: int
-) -> dict[str, CallPlacements]:
-    """Returns what the plan says of the calls of a graph, by name. It says nothing of calls that
-    only this graph has.
+@dataclass(frozen=True)
+class PlannedCall:
+    """What the plan says of a call. `sure`: its node makes no calls here but those in the plan. A
+    stage that begins there may make others, where what comes to it lies in memory otherwise.
     """
-    lines: dict[_Key, CallPlacements] = {}
-    for each in texts:
-        for backward, own in ((False, each.forward), (True, each.backward)):
-            counts = Counter[str]()
-            for text in own:
-                placements = CallPlacements.parse(text, axes)
-                number = counts[placements.target]
-                counts[placements.target] += 1
-                for node in each.nodes:
-                    lines[node, backward, placements.target, number] = placements
-    return {call.name: lines[key] for key, call in _keys(graph, nodes) if key in lines}
+
+    placements: CallPlacements
+    sure: bool
+
+
+def planned_calls(
+    texts: Sequence[NodeStrategies], graph: OperatorGraph, nodes: Mapping[str, str], axes: int
+) -> dict[str, PlannedCall]:
+    """Returns what the plan says of the calls of a graph, by name; nothing of those that only this
+    graph has. Passes without the loss, or without the gradient of an input, lack some of the plan.
+    """
+    said = {
+        (node, backward): [CallPlacements.parse(text, axes) for text in own]
+        for each in texts
+        for backward, own in ((False, each.forward), (True, each.backward))
+        for node in each.nodes
+    }
+    made: dict[tuple[str, bool], list[OperatorCall]] = defaultdict(list)
+    backward_calls = graph.backward_calls()
+    for call in graph.calls:
+        made[nodes[call.name], call.name in backward_calls].append(call)
+    planned: dict[str, PlannedCall] = {}
+    for place, calls in made.items():
+        lines = said.get(place, [])
+        pairs = _matched([each.target for each in lines], [c.operator.target for c in calls])
+        sure = len(pairs) == len(calls)
+        planned |= {calls[k].name: PlannedCall(lines[line], sure) for line, k in pairs}
+    return planned
+
+
+def _matched(lines: Sequence[str], calls: Sequence[str]) -> list[tuple[int, int]]:
+    """Returns the places of what both have, in the order of both."""
+    matcher = SequenceMatcher(None, lines, calls, autojunk=False)
+    return [(b.a + k, b.b + k) for b in matcher.get_matching_blocks() for k in range(b.size)]
 
 
 def follow(

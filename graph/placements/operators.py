@@ -98,6 +98,14 @@ class Operator(ArtifactModel):
         assert output is not None, self.target
         return output
 
+    @property
+    def stays(self) -> tuple[int, ...]:
+        """The inputs that it must find as they are: those that it writes, and a workspace, whose
+        format only the operator that left it knows.
+        """
+        own = (len(self.inputs) - 1,) if self.family == "aten.mkldnn_rnn_layer_backward" else ()
+        return (*self.writes, *own)
+
     def argument(self, position: int, default: Argument = None) -> Argument:
         """Returns the positional argument, or the default where it is left out."""
         return self.arguments[position] if position < len(self.arguments) else default
@@ -202,6 +210,9 @@ def flops(operator: Operator) -> float:
                 shapes[0] if backward or operator.outputs[0] is None else operator.outputs[0].shape
             )
             return (4.0 if backward else 2.0) * math.prod(result) * math.prod(weight[1:])
+        case "aten.mkldnn_rnn_layer" | "aten.mkldnn_rnn_layer_backward":
+            steps, weights = math.prod(shapes[0][:-1]), math.prod(shapes[1]) + math.prod(shapes[2])
+            return (4.0 if operator.family.endswith("_backward") else 2.0) * steps * weights
     if operator.family.startswith("aten._scaled_dot_product"):
         query, key = shapes[1:3] if operator.family.endswith("_backward") else shapes[:2]
         factor = 10.0 if operator.family.endswith("_backward") else 4.0

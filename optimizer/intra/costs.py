@@ -203,8 +203,8 @@ class StageProblem:
 
     @cached_property
     def _written(self) -> frozenset[str]:
-        """What operators change: it stays where it is."""
-        return frozenset(call.reads[n] for call in self.graph.calls for n in call.operator.writes)
+        """What operators must find as it is, above all what they change."""
+        return frozenset(call.reads[n] for call in self.graph.calls for n in call.operator.stays)
 
     @cached_property
     def _sources(self) -> dict[str, tuple[int, Places]]:

@@ -70,7 +70,7 @@ class GraphArrays(NamedTuple):
     gradient_kinds: Ints
     """For each of these."""
     written: Ints
-    """By value: whether an operator changes it, so that it stays where it is."""
+    """By value: whether an operator must find it as it is."""
     late: Ints
     """By value: the parameter for whose gradient it is made, and for nothing else, so that its sums
     can wait until there is an update; -1 for all others.
@@ -146,7 +146,7 @@ class HalvingGraph:
         family, family_indices = self._families
         written = np.zeros(count, np.int64)
         for call in self.graph.calls:
-            written[[number[call.reads[n]] for n in call.operator.writes]] = 1
+            written[[number[call.reads[n]] for n in call.operator.stays]] = 1
         return GraphArrays(
             Lists.of(read),
             Lists.of(result),

@@ -178,7 +178,7 @@ def _seconds_per_byte(link: Link) -> float:
 def _check_written(assignment: Assignment) -> None:
     """Raises UserError if what an operator changes in place is not where it wants it."""
     for call in assignment.graph.calls:
-        for number in call.operator.writes:
+        for number in call.operator.stays:
             value, wanted = call.reads[number], assignment.targets(call.name)[number]
             placed = assignment.placed[value]
             if placed != wanted:

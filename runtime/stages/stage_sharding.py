@@ -35,7 +35,7 @@ from pipedream.graph.placements.requests import Requests
 from pipedream.graph.plan import Plan
 from pipedream.runtime.stages.crossings import Crossings
 from pipedream.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
-from pipedream.sharding.planned import follow, planned_placements
+from pipedream.sharding.planned import follow, planned_calls
 from pipedream.sharding.propagate import propagate
 from pipedream.sharding.rules import RULES
 from pipedream.sharding.rules.strategy import Strategy, replicated
@@ -105,19 +105,20 @@ class StageSharding:
 
     def _planned(self, graph: OperatorGraph, joint: Joint) -> dict[str, tuple[Strategy, ...]]:
         """Returns what the plan says of the operators. Raises UserError where that is impossible in
-        the first passes; in others, which have other sizes, the rest says what follows.
+        the first passes; in others, which have other sizes, the rest says what follows. So it does
+        of nodes that make other calls here than in the whole model.
         """
         sizes = self.mesh.sizes
         nodes = node_of_calls(graph, joint)
-        planned, possible = planned_placements(self.operators, graph, nodes, len(sizes)), {}
+        planned, possible = planned_calls(self.operators, graph, nodes, len(sizes)), {}
         for call in graph.calls:
             if call.name not in planned:
                 continue
-            chosen = follow(call.operator, planned[call.name], sizes)
+            chosen = follow(call.operator, planned[call.name].placements, sizes)
             if chosen is not None:
                 self._try(call.operator, chosen)
                 possible[call.name] = chosen
-            elif not self.placed and self.same_passes:
+            elif not self.placed and self.same_passes and planned[call.name].sure:
                 raise UserError(
                     f"operators: {call.operator.target} of shapes"
                     f" {', '.join(str(list(each.shape)) for each in call.operator.inputs)} cannot"

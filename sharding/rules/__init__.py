@@ -24,6 +24,7 @@ from pipedream.sharding.rules import (
     pieces,
     pointwise,
     products,
+    recurrent,
     reductions,
     views,
 )
@@ -38,7 +39,7 @@ from pipedream.sharding.rules.strategy import (
 
 _PARTS = (
     *(convolutions, images, lookups, normalizations),
-    *(pieces, pointwise, products, reductions, views),
+    *(pieces, pointwise, products, recurrent, reductions, views),
 )
 RULES: dict[str, DivisionRule] = {
     name: rule for part in _PARTS for name, rule in part.rules().items()

@@ -19,6 +19,7 @@ def rules() -> dict[str, DivisionRule]:
     """The number is that of the argument that names the dimension."""
     table = {
         "split": DivisionRule(partial(_cut, 2), _split_sizes),
+        "unsafe_split": DivisionRule(partial(_cut, 2), _split_sizes),
         "split_with_sizes": DivisionRule(partial(_cut, 2), _split_sizes),
         "slice": DivisionRule(partial(_cut, 1), _slice_ends),
         "slice_backward": DivisionRule(partial(_joined, 2), _slice_backward_sizes),

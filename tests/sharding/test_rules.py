@@ -59,6 +59,14 @@ def _picture(channels: int = 6) -> Tensor:
     return _learned(5, channels, 8, 8)
 
 
+class First(nn.Sequential):
+    """The first of a module's results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self[0](x)[0]
+        return result
+
+
 CASES: dict[str, Callable[[], Callable[[], Any]]] = {
     "products": lambda: _trained(lambda a, b: a @ b, _learned(5, 7), _learned(7, 4)),
     "matrix and vector": lambda: _trained(lambda a, b: a @ b, _learned(5, 7), _learned(7)),
@@ -82,6 +90,7 @@ CASES: dict[str, Callable[[], Callable[[], Any]]] = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=_random(1, 3, 5, 7)),
         *(_learned(2, 3, 5, 4), _learned(2, 3, 7, 4), _learned(2, 3, 7, 4)),
     ),
+    "gated recurrent": lambda: _trained(First(nn.GRU(4, 6).double()), _learned(3, 5, 4)),
     "convolution": lambda: _trained(nn.Conv2d(6, 5, 3, padding=1).double(), _picture()),
     "convolution of frozen data": lambda: _trained(
         nn.Conv2d(6, 5, 3, bias=False).double(), _picture().detach()

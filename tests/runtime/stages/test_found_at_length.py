@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipedream.runtime.checkpoint.files import load_all
 
-MODELS = ("Perceptron", "Fused", "Grouped", "VGG", "resnet18", "Recommender")
+MODELS = ("Perceptron", "Fused", "Grouped", "Recurrent", "VGG", "resnet18", "Recommender")
 SMALL = {"optimizer": {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}}
 """With larger steps these are chaotic: differences in the last digit grow."""
 WHERE = {
@@ -50,7 +50,9 @@ def test_learns_what_it_does_without_meshes(tmp_path: Path, model: str, where: s
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("where", ["flush on 2", "flush on 4", "2bw on 4", "flush on 8"])
-@pytest.mark.parametrize("model", ["Perceptron", "TiedWords", "Grouped", "resnet18", "Recommender"])
+@pytest.mark.parametrize(
+    "model", ["Perceptron", "TiedWords", "Grouped", "Recurrent", "resnet18", "Recommender"]
+)
 def test_in_bfloat16_it_ends_as_near_to_the_exact_weights(
     tmp_path: Path, model: str, where: str
 ) -> None:

@@ -92,6 +92,20 @@ def Grouped() -> nn.Module:  # noqa: N802 - a model of its own, as the classes
     return Logits(model)
 
 
+class Recurrent(nn.Module):
+    """Two layers, there and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8)
+        self.up, self.head = nn.Linear(16, 12), nn.Linear(12, WORDS)
+        self.layers = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.up(self.layers(self.words(tokens))[0]).tanh())
+        return logits
+
+
 class Logits(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

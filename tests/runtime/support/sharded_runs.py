@@ -26,6 +26,7 @@ MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "Perceptron": ((6,), {"source": "sharded_models:points"}),
     "Gated": ((6,), {"source": "sharded_models:points"}),
     "Grouped": ((6,), {"source": "sharded_models:sentences"}),
+    "Recurrent": ((6,), {"source": "sharded_models:sentences"}),
     "Recommender": ((2,), {"source": "sharded_models:pairs"}),
     "Fused": ((6,), {"source": "sharded_models:sentences"}),
     "Separate": ((6,), {"source": "sharded_models:sentences"}),
@@ -52,7 +53,7 @@ SHARDS: Mapping[str, Mapping[str, str]] = {
     "large_resnet18": {"*": "R"},
 }
 """Along the last axis of a mesh."""
-LANGUAGE_MODELS = ("Fused", "Separate", "TiedWords", "FrozenWords", "Grouped")
+LANGUAGE_MODELS = ("Fused", "Separate", "TiedWords", "FrozenWords", "Grouped", "Recurrent")
 
 
 @dataclass(frozen=True)
