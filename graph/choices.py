@@ -35,5 +35,5 @@ Recompute: TypeAlias = Literal["never", "auto", "always"]
 InFlight: TypeAlias = Literal["useful", "least"]
 """Minibatches in flight: as many as still raise the throughput, or PipeDream's number."""
 
-IntraOp: TypeAlias = Literal["auto", "exact", "propagate", "recursive", "none"]
+IntraOp: TypeAlias = Literal["auto", "exact", "cones", "propagate", "recursive", "none"]
 """How operators are divided inside stages: see `pipedream.optimizer.intra`."""

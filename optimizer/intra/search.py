@@ -1,6 +1,7 @@
 """A sharding of a graph's operators on a mesh, by one of the searches, and how good it is.
 
 - exact: message passing and elimination, with proof (`exact`);
+- cones: the same for clusters of operators that are divided alike (`cones`; EasyDist);
 - propagate: from what the user wants, operator by operator (`sharding.propagate`; MindSpore);
 - recursive: halving the machine again and again, on relative costs (`recursive`; MindSpore).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipedream.graph.choices import IntraOp
+from pipedream.optimizer.intra.cones import cones
 from pipedream.optimizer.intra.costs import StageProblem
 from pipedream.optimizer.intra.exact import solve
 from pipedream.optimizer.intra.messages import Messages
@@ -57,7 +59,13 @@ def find_sharding(stage: StageProblem, method: IntraOp, seconds: float = 30.0) -
     messages = Messages.of(stage.problem)
     messages.sweep(_SWEEPS)
     given = stage.graph, stage.mesh, stage.requests, stage.seconds
-    if method == "propagate":
+    if method == "cones":
+        joined = cones(stage.problem)
+        choice = solve(joined.problem, seconds)
+        if choice.labels is None:
+            return None
+        assignment = stage.assignment(joined.expanded(choice.labels))
+    elif method == "propagate":
         assignment = propagate(*given)
     else:
         assignment = recursive(*given, minibatches=stage.accounting.minibatches)

@@ -92,11 +92,12 @@ def distances(mesh: tuple[int, ...], folders: list[Path]) -> None:
 
     from pipedream.graph.placements.operators import read_operators
     from pipedream.graph.placements.requests import Requests
+    from pipedream.optimizer.intra.cones import cones
     from pipedream.optimizer.intra.exact import solve as solved
     from pipedream.optimizer.recursive.search import recursive
     from pipedream.sharding.propagate import propagate
 
-    print("model | operators | one device | best, proven | recursive | propagate | seconds to find")
+    print("model | operators | one device | best | cones | recursive | propagate | seconds to find")
     for folder in folders:
         profile = read_operators(folder / "operators.json")
         stage = stage_of(profile, mesh)
@@ -113,6 +114,11 @@ def distances(mesh: tuple[int, ...], folders: list[Path]) -> None:
             operators={each.name: best.targets(each.name)[: len(each.reads)] for each in first},
         )
         figures = []
+        began = time.perf_counter()
+        joined = cones(stage.problem)
+        of_cones = solved(joined.problem)
+        took.append(time.perf_counter() - began)
+        figures.append(stage.problem.amounts(joined.expanded(of_cones.labels)).seconds)
         for search in (
             partial(recursive, graph, linked, None, seconds, stage.accounting.minibatches),
             partial(propagate, graph, linked, told, seconds),
