@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -73,7 +74,8 @@ def joint(
     _check(module)
     taken = None if end is None else len(module.graph.find_nodes(op="placeholder"))
     names = list(state)
-    held = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    own = (each(remove_duplicate=False) for each in (module.named_parameters, module.named_buffers))
+    held = {name for name, _ in chain.from_iterable(own)}
     learned = [name for name in names if state[name].requires_grad]
     differentiable: list[int] = []
     counts: list[int] = []

@@ -93,12 +93,15 @@ def test_followers_may_have_other_labels_than_those_they_follow(seed, variables)
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_free_layers_are_never_slower_than_tied_ones(seed, limited):
+    """As an integer program has it, which for some of those with a limit would take many minutes:
+    then what it takes at least is below, and what it has found not better.
+    """
     problem = layered(seed, 20, limited)
-    choice, reference = solve(problem), integer_program(problem)
+    choice, reference = solve(problem), integer_program(problem, 10.0)
     assert choice.tied is not None
     assert choice.tied.seconds >= choice.seconds * (1 - 1e-9)
     best = np.inf if reference.labels is None else problem.amounts(reference.labels).seconds
-    assert choice.seconds == pytest.approx(best, rel=1e-7)
+    assert reference.bound * (1 - 1e-7) <= choice.seconds <= best * (1 + 1e-7)
     assert choice.bound <= best * (1 + 1e-9)
 
 
