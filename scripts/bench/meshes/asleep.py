@@ -21,10 +21,9 @@ from pathlib import Path
 import click
 import pandas as pd
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE))
-sys.path.append(str(HERE.parent))
-sys.path.append(str(HERE.parent / "emulated"))
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parent.parent / "emulated"))
 
 from efficiency import call
 from forked import run_ranks
@@ -38,6 +37,7 @@ from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.units import parse_bytes
 from pipedream.runtime.cli import main as pd_train
 
+HERE = Path(__file__).parent
 SECONDS = 200.0
 CONFIG = {
     "format": "pipedream-run/1",
