@@ -20,9 +20,9 @@ from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.engine.value_exchange import ValueExchange
 from pipedream.runtime.stages.partition import StageInterface
+from pipedream.runtime.stages.sharded_stage import ShardedStage
 from pipedream.runtime.stages.stage_forms import StageForms
 from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Action, Kind
 
 Tensors: TypeAlias = Mapping[str, Tensor]
@@ -72,7 +72,7 @@ class ForwardExecutor(ABC):
     transport: Transport
     assignment: RankAssignment
     loss: Loss
-    sharding: StageSharding | None = field(default=None, kw_only=True)
+    sharding: ShardedStage | None = field(default=None, kw_only=True)
 
     def begin(self, data: Minibatches) -> None:
         """Prepares for a segment, with nothing in flight."""

@@ -19,8 +19,8 @@ from pipedream.graph.plan import Plan
 from pipedream.runtime.engine.executor import Executor, Updates
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.stages.randomness import MinibatchRng
+from pipedream.runtime.stages.sharded_stage import ShardedStage
 from pipedream.runtime.stages.stage_forms import StageForms
-from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import StageLink
 from pipedream.schedule.channel import team_links
 
@@ -72,7 +72,7 @@ class Wiring:
         on_loss: Callable[[int, Tensor], None],
         *,
         per_update: int = 1,
-        sharding: StageSharding | None = None,
+        sharding: ShardedStage | None = None,
     ) -> Executor:
         """Returns what trains a stage of this rank."""
         return Executor(

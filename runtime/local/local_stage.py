@@ -22,12 +22,13 @@ from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
 from pipedream.runtime.run.job import Job
+from pipedream.runtime.stages.divide import divide
 from pipedream.runtime.stages.partition import StageInterface, holds_first, source_text
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.recordings import Recordings
+from pipedream.runtime.stages.sharded_stage import ShardedStage
 from pipedream.runtime.stages.stage_forms import CapturedStages, StageForms
 from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Worker
 
 
@@ -91,20 +92,16 @@ class LocalStage:
 
     def _divide(
         self, whole: StageModule, captures: Captures, mesh_device: int, loss: Loss | None
-    ) -> StageSharding | None:
+    ) -> ShardedStage | None:
         """Leaves this device's parts of parameters and buffers in the module of the stage."""
         if self.job.plan.stages[self.stage].mesh is None:
             return None
-        plan, names = self.job.plan, captures.buffers | set(captures.parameters)
-        sharding = whole.program.sharding = StageSharding(plan, self.stage, mesh_device, names)
-        values = whole.example(captures.whole)
         target = None
         if loss is not None:
             whole.end_in(loss)
             target = Target.of(captures.first.target, self.rng.device)
-        whole.program.on_mesh(dict(self.module.named_parameters()), values, target)
-        sharding.divide(self.module)
-        return sharding
+        names = captures.buffers | set(captures.parameters)
+        return divide(self.job.plan, captures.whole, whole, mesh_device, names, target)
 
     def _has_copies_in_parts(self, tied: Mapping[str, Sequence[int]]) -> bool:
         """Returns whether a parameter may be in parts of other shapes in another stage, where each

@@ -16,9 +16,9 @@ from pipedream.comm.teams import Axes
 from pipedream.graph.choices import ScheduleName
 from pipedream.runtime.loop.gathering import of_all_ranks
 from pipedream.runtime.stages.partition import holds_first, interfaces, links, tied
+from pipedream.runtime.stages.sharded_stage import ShardedStage
 from pipedream.runtime.stages.stage_forms import Call, CapturedStages, StageForms
 from pipedream.runtime.stages.stage_forms import Kind as CallKind
-from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Kind, Worker
 from pipedream.schedule.spec import PipelineSpec
 
@@ -101,7 +101,7 @@ class StagedModel:
         divided = self.forms.divided.get(stage)
         return gradients if divided is None else divided.joined(gradients)
 
-    def sharding(self, stage: int) -> StageSharding | None:
+    def sharding(self, stage: int) -> ShardedStage | None:
         """Returns how the stage is divided, if it is on a mesh."""
         divided = self.forms.divided.get(stage)
         return None if divided is None else divided.sharding

@@ -15,14 +15,15 @@ from torch.nn import Parameter
 
 from pipedream.capture.captured import Captured
 from pipedream.graph.plan import Plan
+from pipedream.runtime.stages.divide import divide
+from pipedream.runtime.stages.sharded_stage import ShardedStage
 from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.runtime.stages.stage_sharding import StageSharding
 
 
 class DividedStage(NamedTuple):
     """`parameters` and `buffers` are those of the model; `module` has this device's parts."""
 
-    sharding: StageSharding
+    sharding: ShardedStage
     module: nn.Module
     parameters: Mapping[str, Parameter]
     buffers: Mapping[str, Tensor]
@@ -31,16 +32,11 @@ class DividedStage(NamedTuple):
     def of(
         form: StageModule, captured: Captured, plan: Plan, device: int, names: Collection[str]
     ) -> DividedStage:
-        """Divides the first form of a stage, for a `device` of its mesh. `names`: of the model's
-        parameters and buffers. Raises UserError for what cannot run on a mesh.
-        """
-        stage, module = form.interface.stage, form.piece.module
-        sharding = StageSharding(plan, stage, device, frozenset(names), same_passes=False)
-        form.program.sharding = sharding
+        """Divides the first form of a stage as `divide` does. Raises UserError."""
+        module = form.piece.module
         parameters = dict(module.named_parameters())
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in names}
-        form.program.on_mesh(parameters, form.example(captured))
-        sharding.divide(module)
+        sharding = divide(plan, captured, form, device, names, same_passes=False)
         return DividedStage(sharding, module, parameters, buffers)
 
     @torch.no_grad()

@@ -150,7 +150,7 @@ class StageModule:
         sharding, loss = original.program.sharding, original.program.loss
         if sharding is None:
             return
-        self.program.sharding = sharding
+        self.program.planned, self.program.sharding = sharding.planned, sharding
         sharding.follow(self.piece.module, original.piece.module)
         if loss is not None:
             self.end_in(loss.loss)

@@ -12,15 +12,17 @@ from torch import Tensor, fx
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.programs.attribution import GraphNodes
 from pipedream.capture.programs.batch_norms import DividedBatchNorm
-from pipedream.capture.programs.joint import CannotDivide, End, joint
+from pipedream.capture.programs.divisible import divisible
+from pipedream.capture.programs.joint import CannotDivide, End, Joint, joint
 from pipedream.capture.programs.localize import Redistribution
 from pipedream.capture.programs.loss_end import LOSS, LossEnd, Target
 from pipedream.capture.programs.program import Program
 from pipedream.capture.segment import Segment
 from pipedream.graph.errors import UserError
 from pipedream.runtime.stages.crossings import Crossings
+from pipedream.runtime.stages.planned_passes import PlannedPasses
 from pipedream.runtime.stages.recordings import Recordings
-from pipedream.runtime.stages.stage_sharding import StageSharding
+from pipedream.runtime.stages.sharded_stage import ShardedStage
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,16 @@ class NamedProgram:
 class StageProgram:
     """Runs `piece` as programs, under the settings of its module: its `precision` and
     torch.compile's `backend`. All inputs of the piece have the same shapes each time; its operators
-    are of these `nodes` of the graph. With `sharding` they are the programs of one device of a
-    mesh, and with `loss` they then end in it.
+    are of these `nodes` of the graph. With `planned` they are the programs of one device of a
+    mesh, whose first passes say what its `sharding` is, and with `loss` they then end in it.
     """
 
     piece: Segment
     precision: Precision
     backend: str | None
     crossings: Crossings
-    sharding: StageSharding | None = None
+    planned: PlannedPasses | None = None
+    sharding: ShardedStage | None = None
     loss: LossEnd | None = None
     recordings: Recordings | None = None
     named: NamedProgram | None = None
@@ -77,7 +80,7 @@ class StageProgram:
         """As `of` for a stage on a mesh, which has no other way to run. With a `target` it ends in
         the loss, if that can be traced. Raises UserError.
         """
-        assert self.sharding is not None
+        assert self.planned is not None
         if self.loss is not None and target is not None:
             if target.kind not in self.ending:
                 self.ending[target.kind] = self._with_loss(self.loss, tensors, values, target)
@@ -86,7 +89,7 @@ class StageProgram:
         program = self.of(tensors, values)
         if program is None:
             raise UserError(
-                f"stage {self.sharding.stage} cannot run on a mesh: {self.obstacle}; plan it "
+                f"stage {self.planned.stage} cannot run on a mesh: {self.obstacle}; plan it "
                 "without --mesh"
             )
         return program
@@ -124,27 +127,48 @@ class StageProgram:
         end: End | None = None,
     ) -> NamedProgram:
         """Raises CannotDivide."""
-        state, sharding = self.state(tensors), self.sharding
-        known = [values[name] for name in inputs]
-        if sharding is not None:
+        traced = self._joint(tensors, values, inputs, end)
+        if end is not None and self._joint(tensors, values, inputs, end).module.code != (
+            traced.module.code
+        ):
+            raise CannotDivide("the loss differs from pass to pass")
+        if self.planned is not None:
+            return self._localized(self.planned, divisible(traced), inputs, outputs)
+        return NamedProgram(Program(traced, self._compiled), inputs, outputs)
+
+    def _joint(
+        self,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        inputs: tuple[str, ...],
+        end: End | None,
+    ) -> Joint:
+        """Of the whole stage. Raises CannotDivide."""
+        state, known = self.state(tensors), [values[name] for name in inputs]
+        if self.planned is not None:
             of_values = self.crossings.shapes
-            state = {name: _of_shape(sharding.shape(name), t) for name, t in state.items()}
             known = [_of_shape(of_values.get(name), values[name]) for name in inputs]
+        if self.sharding is not None:
+            state = {name: _of_shape(self.sharding.shape(name), t) for name, t in state.items()}
         wants = [tensor.requires_grad for tensor in known]
-        precision = self.precision.computing()
-        trace = joint if sharding is None or self.nodes is None else self.nodes.joint
-        traced = trace(self.piece.module, state, known, wants, precision, end)
-        if end is not None:
-            again = trace(self.piece.module, state, known, wants, precision, end)
-            if again.module.code != traced.module.code:
-                raise CannotDivide("the loss differs from pass to pass")
-        if sharding is None:
-            return NamedProgram(Program(traced, self._compiled), inputs, outputs)
-        localized, assignment = sharding.localized(traced, inputs, outputs, self.crossings)
-        if not sharding.placed:
-            sharding.adopt(assignment)
-        constants = sharding.constants(assignment, self.piece.module)
-        return NamedProgram(Program(localized, self._compiled), inputs, outputs, constants)
+        trace = joint if self.planned is None or self.nodes is None else self.nodes.joint
+        return trace(self.piece.module, state, known, wants, self.precision.computing(), end)
+
+    def _localized(
+        self,
+        planned: PlannedPasses,
+        passes: Joint,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+    ) -> NamedProgram:
+        """Of this device."""
+        placed = None if self.sharding is None else self.sharding.placed
+        assignment = planned.assignment(passes, inputs, outputs, self.crossings, placed)
+        if self.sharding is None:
+            self.sharding = ShardedStage.of(planned, assignment)
+        local = self.sharding.localized(passes, assignment, inputs, outputs, self.crossings)
+        constants = self.sharding.constants(assignment, self.piece.module)
+        return NamedProgram(Program(local, self._compiled), inputs, outputs, constants)
 
     def _compiled(self, part: fx.GraphModule) -> Callable[..., Any]:
         if self.backend is None:

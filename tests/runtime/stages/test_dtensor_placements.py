@@ -22,7 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.runtime.stages.dtensor_placements import stage_placements
-from pipedream.runtime.stages.stage_sharding import StageSharding
+from pipedream.runtime.stages.planned_passes import PlannedPasses
+from pipedream.runtime.stages.sharded_stage import ShardedStage
 
 Array = NDArray[np.float64]
 Held = dict[str, tuple[Array, Array]]
@@ -95,25 +96,24 @@ def test_dtensors_are_the_parts_that_ranks_have(
     assert "export-torch-placements.json" in said
     ungathered = sum(map(cannot_gather, stage_placements(path)[stage].parameters.values()))
     assert ("DTensor divides so and cannot gather" in said) == bool(ungathered)
-    sharding = _sharding(plan, stage)
+    sharding = _sharding(plan, stage, 0)
     devices = plan.stages[stage].devices
     by_rank: list[Held] = run_processes(distributed, devices, path, stage, free_port())
     whole = tensors()
     assert by_rank[0].keys() == sharding.placed.keys() & whole.keys()
     assert any(map(sharding.is_divided, by_rank[0]))
     for device, held in enumerate(by_rank):
-        sharding.device = device
+        sharding = _sharding(plan, stage, device)
         for name, (local, full) in held.items():
             assert np.array_equal(local, sharding.local_part(name, whole[name]).numpy()), name
             assert np.array_equal(full, whole[name].numpy()), name
 
 
-def _sharding(plan: Plan, stage: int) -> StageSharding:
-    """That of the first device of a stage, as it is once it knows its parameters."""
-    sharding = StageSharding(plan, stage, 0, tensors().keys())
-    sharding.placed = dict(sharding.requests.parameters)
-    sharding.shapes = {name: tuple(tensor.shape) for name, tensor in tensors().items()}
-    return sharding
+def _sharding(plan: Plan, stage: int, device: int) -> ShardedStage:
+    """What the device has of a stage whose parameters are as they are requested."""
+    planned = PlannedPasses.of(plan, stage, device, tensors().keys())
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors().items()}
+    return ShardedStage(planned, dict(planned.requests.parameters), shapes, {})
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ from found_plans import divisions, planned, profiled, train_plans
 from sharded_results import assert_equal
 from sharded_runs import captured
 
-from pipedream.runtime.stages import stage_sharding
+from pipedream.runtime.stages import planned_passes
+from pipedream.runtime.stages.planned_passes import PlannedPasses
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.sharding.assignment import Assignment
 from pipedream.sharding.propagate import propagate
 
@@ -74,11 +74,11 @@ def test_ranks_search_nothing(
         seen.append((assignment, decided))
         return assignment
 
-    monkeypatch.setattr(stage_sharding, "propagate", noted)
+    monkeypatch.setattr(planned_passes, "propagate", noted)
     for stage in plan.stages:
         form = StageModule.of(whole, plan, stage.stage, MinibatchRng(0, torch.device("cpu")))
         names = {name for name, _ in form.piece.module.named_parameters()}
-        form.program.sharding = StageSharding(plan, stage.stage, 0, names)
+        form.program.planned = PlannedPasses.of(plan, stage.stage, 0, names)
         values = {
             name: torch.zeros(whole.values[name].shape, dtype=whole.values[name].dtype)
             for name in form.piece.inputs

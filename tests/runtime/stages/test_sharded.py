@@ -25,8 +25,8 @@ from pipedream.capture.programs.loss_end import LOSS, Target
 from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.runtime.checkpoint.files import load_all
+from pipedream.runtime.stages.planned_passes import PlannedPasses
 from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.runtime.stages.stage_sharding import StageSharding
 
 ADAM = {"name": "AdamW", "args": {"lr": 0.01, "eps": 1e-4}}
 """The loss does not depend on the bias of the keys: with the usual eps Adam would make steps of the
@@ -156,7 +156,7 @@ def test_a_loss_that_differs_from_call_to_call_is_no_part_of_the_passes(constant
     plan = sharded_plan("Perceptron", Case("run"), whole)
     module = StageModule.of(whole, plan, 0)
     names = frozenset(name for name, _ in module.piece.module.named_parameters())
-    module.program.sharding = StageSharding(plan, 0, 0, names)
+    module.program.planned = PlannedPasses.of(plan, 0, 0, names)
     module.end_in(cross_entropy if constant else Rising())
     values, target = {whole.inputs[0]: torch.randn(4, 6)}, Target.of(torch.tensor([0, 1, 2, 0]))
     named = module.program.on_mesh(dict(module.piece.module.named_parameters()), values, target)

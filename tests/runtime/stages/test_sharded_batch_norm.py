@@ -4,9 +4,9 @@ is learned is what one device learns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from sharded_results import assert_alike
 from sharded_runs import MODELS, Case, captured, sharded_plan
 from torch.nn.functional import cross_entropy
 
-from pipedream.capture.programs.joint import Joint
 from pipedream.capture.programs.loss_end import Target
 from pipedream.graph.placements.placement import Partial, Replicate
-from pipedream.runtime.stages.crossings import Crossings
+from pipedream.runtime.stages import planned_passes
+from pipedream.runtime.stages.planned_passes import PlannedPasses
 from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.sharding.assignment import Assignment, redistributions
+from pipedream.sharding.propagate import propagate
 
 SLOW = {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}
 """With larger steps a narrow ResNet is chaotic: differences in the last digit grow."""
@@ -31,31 +31,25 @@ ROWS = Case("rows of pictures", values={"input 0": "S(2)"}, changes=CHANGES)
 ALL = Case("all four", meshes=((2, 2),), values={"input 0": "S(0),S(2)"}, changes=CHANGES)
 
 
-def assigned(model: str, case: Case) -> Assignment:
+def assigned(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> Assignment:
     """How the devices of the plan divide the passes of a run's minibatches."""
     whole = captured(model, torch.float64)
     plan = sharded_plan(model, case, whole)
-    sharding = _Noting(plan, 0, 0, frozenset())
+    seen: list[Assignment] = []
+
+    def noted(*given: Any) -> Assignment:
+        seen.append(propagate(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(planned_passes, "propagate", noted)
     module = StageModule.of(whole, plan, 0)
-    module.program.sharding = sharding
+    module.program.planned = PlannedPasses.of(plan, 0, 0, frozenset())
     module.end_in(cross_entropy)
     images = torch.randn(8, *MODELS[model][0], dtype=torch.float64)
     parameters, values = module.piece.module.named_parameters(), {whole.inputs[0]: images}
     target = Target.of(torch.zeros(8, dtype=torch.int64))
     module.program.on_mesh(dict(parameters), values, target)
-    return sharding.assignment
-
-
-class _Noting(StageSharding):
-    def localized(
-        self,
-        joint: Joint,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        crossings: Crossings,
-    ) -> tuple[Joint, Assignment]:
-        local, self.assignment = super().localized(joint, inputs, outputs, crossings)
-        return local, self.assignment
+    return seen[-1]
 
 
 def pictures_moved(assignment: Assignment) -> list[str]:
@@ -76,9 +70,11 @@ def pictures_moved(assignment: Assignment) -> list[str]:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", [TWO, SQUARE], ids=lambda case: case.name)
 @pytest.mark.parametrize(("model", "norms"), [("Convolutions", 3), ("large_resnet18", 20)])
-def test_no_picture_is_gathered(model: str, norms: int, case: Case) -> None:
+def test_no_picture_is_gathered(
+    monkeypatch: pytest.MonkeyPatch, model: str, norms: int, case: Case
+) -> None:
     """Of each batch norm three small sums are: of elements, of squares, and of gradients."""
-    assignment = assigned(model, case)
+    assignment = assigned(model, case, monkeypatch)
     assert pictures_moved(assignment) == []
     names = {call.name: call.operator for call in assignment.graph.calls}
     sums = [each for each in redistributions(assignment) if each.value in names]
