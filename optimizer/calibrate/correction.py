@@ -2,10 +2,11 @@
 
 Nodes i were timed one by one, t_i; runs under one or several plans have measured sums of them, m_s
 for the nodes of stage s. Nodes that no run tells apart, because every run had them in one stage,
-make a *piece* p of T_p seconds and get one factor, e^(u_p). The factors are the least correction
-that explains the measurements,
+make a *piece* p and get one factor, e^(u_p). It has T_p seconds, of which a device of stage s works
+T_sp: all of them, where no mesh shares them. The factors are the least correction that explains the
+measurements,
 
-    min over u of  sum_s (log sum_{p in s} T_p e^(u_p) - log m_s)^2 / E_s^2
+    min over u of  sum_s (log sum_{p in s} T_sp e^(u_p) - log m_s)^2 / E_s^2
                  + sum_p (u_p - c_p)^2 / K_p^2
 
 where E_s is the relative error of a measured sum, and K_p the relative deviation allowed to the
@@ -38,11 +39,20 @@ _TOLERANCE = 1e-14
 
 @dataclass(frozen=True)
 class Observation:
-    """The `nodes` of a stage, by number, took `seconds` together, give or take `error`."""
+    """The `nodes` of a stage, by number, took `seconds` together, give or take `error`; `shares`:
+    the part of each that a device worked [default: all of it].
+    """
 
     nodes: tuple[int, ...]
     seconds: float
     error: float
+    shares: tuple[float, ...] | None = None
+
+    def worked(self, seconds: Floats) -> Floats:
+        """Of all nodes, the seconds that a device worked; 0 of those of other stages."""
+        own, nodes = np.zeros_like(seconds), list(self.nodes)
+        own[nodes] = seconds[nodes] * (1.0 if self.shares is None else self.shares)
+        return own
 
 
 def calibrate(
@@ -53,7 +63,7 @@ def calibrate(
     `spreads`: seconds by which each node may be off by itself. Nothing is learned from stages that
     take no time by `seconds`, or took none.
     """
-    useful = [o for o in observations if o.seconds > 0 and seconds[list(o.nodes)].sum() > 0]
+    useful = [o for o in observations if o.seconds > 0 and o.worked(seconds).sum() > 0]
     if not useful:
         return seconds.copy()
     return seconds * _factors(
@@ -64,7 +74,7 @@ def calibrate(
 def _factors(seconds: Floats, observations: Sequence[Observation], spreads: Floats) -> Floats:
     """Returns the factor of each node; 1 for nodes in no piece.
 
-    `inside[p, i]`: whether node i of the timed ones is in piece p; `sums[s, p]`: T_p where p is in
+    `inside[p, i]`: whether node i of the timed ones is in piece p; `sums[s, p]`: T_sp where p is in
     s, else 0; `logs[s]`: log m_s; `errors[s]`: E_s; `centre[p]`: c_p; `loose[p]`: K_p.
     """
     from scipy.optimize import least_squares
@@ -78,7 +88,8 @@ def _factors(seconds: Floats, observations: Sequence[Observation], spreads: Floa
     whole = inside @ seconds[timed]
     measured = np.array([observation.seconds for observation in observations])
     errors = np.array([observation.error for observation in observations]) / measured
-    sums, logs = members.T * whole, np.log(measured)
+    worked = np.array([observation.worked(seconds)[timed] for observation in observations])
+    sums, logs = worked @ inside.T, np.log(measured)
     centre = members @ (logs - np.log(sums.sum(axis=1))) / members.sum(axis=1)
     loose = np.hypot(UNLIKE, np.sqrt(inside @ np.square(spreads[timed])) / whole)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.measured_run import MEASURED, MeasuredRank, MeasuredRun, read_measured
-from pipedream.graph.model import Graph
+from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import Profile, Quartiles, TrainingOverheads
 from pipedream.optimizer.calibrate.correction import Observation, calibrate
 from pipedream.optimizer.cuts.planning_graph import Floats
@@ -24,6 +24,26 @@ FEWEST = 10
 
 _RUN_TO_RUN = 0.01
 """Relative difference of a stage's time between runs, however many minibatches they have."""
+
+
+@dataclass(frozen=True)
+class DividedWork:
+    """What the devices of a stage on a mesh do of its nodes, by node and whether backward:
+    `shares`, of the node's seconds; `messages` within the stage, in seconds of a pass.
+    """
+
+    shares: Mapping[tuple[str, bool], float]
+    messages: Mapping[tuple[str, bool], float]
+
+    def seconds(self, nodes: Sequence[Node], backward: bool) -> float:
+        """Of a pass of these nodes."""
+        each = ((n.backward_seconds if backward else n.forward_seconds, n.id) for n in nodes)
+        worked = math.fsum(taken * self.shares[name, backward] for taken, name in each)
+        return worked + self.waited(nodes, backward)
+
+    def waited(self, nodes: Sequence[Node], backward: bool) -> float:
+        """Of that, for messages."""
+        return math.fsum(self.messages[node.id, backward] for node in nodes)
 
 
 @dataclass(frozen=True)
@@ -73,11 +93,6 @@ class CalibrationRun:
             raise UserError(
                 f"{said}: trained with --device {device}, and {path} was measured with --device"
                 f" {profile.machine.device}: run pd-profile with --device {device}"
-            )
-        if any(stage.mesh is not None for stage in plan.stages):
-            raise UserError(
-                f"{said}: its stages were on meshes of devices, whose passes have messages within"
-                " them that are not timed apart: give a run of a plan made with --intra-op none"
             )
         if plan.order not in (None, *ORDERS):
             raise UserError(f"{said}: order {plan.order!r} is not known: {', '.join(ORDERS)}")
@@ -131,21 +146,38 @@ def calibrated(
     runs: Sequence[CalibrationRun],
     profile: Profile | None,
     overheads: TrainingOverheads | None = None,
+    works: Sequence[DividedWork | None] | None = None,
 ) -> Graph:
-    """The graph with corrected times of its nodes, forward and backward independently."""
+    """The graph with corrected times of its nodes, forward and backward independently. `works`: of
+    each run, what its meshes shared [default: none had any]; what their messages should have taken
+    is no node's time.
+    """
     position = {name: index for index, name in enumerate(graph.nodes)}
     stages = [
-        (run, stage.stage, tuple(position[n] for n in stage.nodes if not graph.nodes[n].is_input))
-        for run in runs
+        (
+            run,
+            work,
+            stage.stage,
+            [graph.nodes[n] for n in stage.nodes if not graph.nodes[n].is_input],
+        )
+        for run, work in zip(runs, works or [None] * len(runs), strict=True)
         for stage in run.measured.plan.stages
     ]
 
     def corrected(direction: int, of_node: Callable[[Any], Any]) -> Floats:
         observations = []
-        for run, stage, nodes in stages:
+        for run, work, stage, nodes in stages:
+            numbers = tuple(position[node.id] for node in nodes)
             counted = min(rank.minibatches for rank in run.measured.of_stage(stage))
             replicas = run.passes(stage, overheads)[direction]
-            observations.append(_observation(nodes, replicas, counted))
+            observation = _observation(numbers, replicas, counted)
+            if work is not None:
+                shares = tuple(work.shares[node.id, bool(direction)] for node in nodes)
+                taken = observation.seconds - work.waited(nodes, bool(direction))
+                observation = replace(
+                    observation, seconds=max(0.1 * observation.seconds, taken), shares=shares
+                )
+            observations.append(observation)
         measured = profile and [of_node(profile.node[name]).spread for name in graph.nodes]
         spreads = np.array(measured) if measured else None
         return calibrate(np.array(list(map(of_node, graph.nodes.values()))), observations, spreads)

@@ -18,7 +18,7 @@ from pipedream.graph.profile import Quartiles, TrainingOverheads
 from pipedream.graph.tables import print_table
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.calibrate.price_plan import Price
-from pipedream.optimizer.calibrate.runs import CalibrationRun
+from pipedream.optimizer.calibrate.runs import CalibrationRun, DividedWork
 from pipedream.optimizer.report.tables import make_grid, make_table, show_count
 
 ALIKE = 0.01
@@ -74,13 +74,14 @@ def _split(plan: Plan) -> list[tuple[frozenset[str], int, bool, Mesh | None]]:
 
 def print_runs(
     runs: Sequence[CalibrationRun],
+    works: Sequence[DividedWork | None],
     profiled: Graph,
     overheads: TrainingOverheads | None,
     console: Console,
 ) -> None:
     """Prints a table per run: the passes of each stage as profiled and as measured."""
-    for run in runs:
-        print_table(console, _stages(run, profiled, overheads or TrainingOverheads({})))
+    for run, work in zip(runs, works, strict=True):
+        print_table(console, _stages(run, work, profiled, overheads or TrainingOverheads({})))
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:
@@ -90,7 +91,9 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     console.print(verdict.words, markup=False, soft_wrap=not console.is_terminal)
 
 
-def _stages(run: CalibrationRun, profiled: Graph, overheads: TrainingOverheads) -> Table:
+def _stages(
+    run: CalibrationRun, work: DividedWork | None, profiled: Graph, overheads: TrainingOverheads
+) -> Table:
     measured = run.measured
     folder = escape(str(run.folder))
     threads = show_count(measured.threads, "thread")
@@ -104,12 +107,17 @@ def _stages(run: CalibrationRun, profiled: Graph, overheads: TrainingOverheads) 
         nodes = [profiled.nodes[n] for n in stage.nodes if not profiled.nodes[n].is_input]
         overhead = overheads.of_stage(stage.stage, len(measured.plan.stages))
         forward, backward = run.passes(stage.stage)
+        passes = (
+            (sum(n.forward_seconds for n in nodes), sum(n.backward_seconds for n in nodes))
+            if work is None
+            else (work.seconds(nodes, False), work.seconds(nodes, True))
+        )
         table.add_row(
             str(stage.stage),
             str(stage.replicas),
             str(sum(rank.minibatches for rank in measured.of_stage(stage.stage))),
-            *_pass(overhead[0] + sum(n.forward_seconds for n in nodes), forward),
-            *_pass(overhead[1] + sum(n.backward_seconds for n in nodes), backward),
+            *_pass(overhead[0] + passes[0], forward),
+            *_pass(overhead[1] + passes[1], backward),
         )
     return table
 

@@ -15,7 +15,6 @@ from pipedream.graph.profile import BATCH_SIZES_TABLE
 from pipedream.graph.tables import print_line, print_table
 from pipedream.graph.timeline import Panel, chrome_text, memory_png, panels_png
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.optimizer.calibrate.price_plan import price_plan
 from pipedream.optimizer.calibrate.verdict import Verdict, print_runs, print_verdict
 from pipedream.optimizer.cli.planning import Planning
 from pipedream.optimizer.cli.task import Task
@@ -163,8 +162,8 @@ def _print_alone(task: Task, plan: Plan, console: Console) -> None:
 def _judge(task: Task, plan: Plan, console: Console) -> None:
     """Prints the runs, and compares the newest run's plan with this one."""
     run, request = task.runs[-1], task.of_devices
-    print_runs(task.runs, task.profiled, request.overheads, console)
-    now = price_plan(run.measured.plan, request)
+    print_runs(task.runs, task.works, task.profiled, request.overheads, console)
+    now = task.priced(run.measured.plan, request)
     print_verdict(Verdict(run, now, plan), console)
 
 

@@ -12,9 +12,11 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.placements.placement import Mesh, device_count
+from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
 from pipedream.graph.units import show_bytes
-from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
+from pipedream.optimizer.calibrate.price_plan import Price, price_plan
+from pipedream.optimizer.calibrate.runs import CalibrationRun, DividedWork, calibrated
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
 from pipedream.optimizer.cli.inputs import graph_of, has_profile, operators_of, profile_of
@@ -31,15 +33,14 @@ from pipedream.optimizer.search.split import Split, split_of
 from pipedream.optimizer.sharding.accounting import accounting, kept_bytes
 from pipedream.optimizer.sharding.boundaries import Boundaries
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
+from pipedream.optimizer.sharding.planned_views import device_work, planned_views, priced_again
 from pipedream.optimizer.sharding.table import notes
 from pipedream.optimizer.sharding.team_graph import (
     DividedStage,
     expand,
     of_leaders,
-    team_footprints,
-    team_graph,
 )
-from pipedream.optimizer.sharding.views import Views
+from pipedream.optimizer.sharding.views import Views, of_teams
 from pipedream.optimizer.simulate.workload import UPDATE_RATE
 from pipedream.schedule.policy import uniform_updates
 
@@ -54,7 +55,9 @@ class Task:
     the graph, where they can be divided; `sharding`: of them on the mesh that each worker is; then
     the graph, the footprints and the cluster of the request are those of a team, and `undivided` is
     the request for workers of one device. `views`, `division`: of a plan whose stages have meshes
-    of their own; the figures of the request are those of the division's stages.
+    of their own; the figures of the request are those of the division's stages. `works`: of each of
+    the `runs` what devices of its meshes did, None of those without; `run_operators`:
+    those of the graph, if there are any.
     """
 
     request: Request
@@ -69,6 +72,8 @@ class Task:
     undivided: Request | None = None
     views: Views | None = None
     division: Division | None = None
+    works: Sequence[DividedWork | None] = ()
+    run_operators: OperatorProfile | None = None
 
     @property
     def of_devices(self) -> Request:
@@ -98,7 +103,7 @@ class Task:
             *(mesh, shards, self.operators, request.cluster, method),
             *(accounting(request, mesh), kept),
         )
-        teams = _of_teams(request, self.profile, sharding)
+        teams = of_teams(request, self.profile, sharding)
         return replace(self, request=teams, sharding=sharding, undivided=request)
 
     def expanded(self, outcome: Outcome) -> Outcome:
@@ -117,6 +122,16 @@ class Task:
             plan = of_leaders(plan, self.sharding)
         found = replace(outcome, plan=expand(plan, divided, self.profile))
         return with_whole_model(found, self.of_devices)
+
+    def priced(self, plan: Plan, request: Request) -> Price:
+        """What a plan of a run takes now. Raises UserError where that cannot be said."""
+        if all(stage.mesh is None for stage in plan.stages):
+            return price_plan(plan, request)
+        assert self.run_operators is not None
+        assert self.profile is not None
+        known = replace(request, cluster=plan.cluster)
+        views = planned_views(plan, known, self.run_operators, self.profile)
+        return Price.recorded_in(priced_again(plan, *views).plan)
 
     @property
     def shardings(self) -> tuple[ModelSharding, ...]:
@@ -162,12 +177,11 @@ def make_task(options: Options) -> Task:
     _check_files(options)
     profiled, profile, runs = _read_model(options)
     overheads = profile.training_overheads if profile and profile.footprints else None
-    graph = calibrated(profiled, runs, profile, overheads) if runs else profiled
     schedule, cost_model = _schedule(options, latency), _cost_model(options)
-    operators = _operators(options, graph, profile)
+    operators = _operators(options, profiled, profile)
     rates = {} if overheads is None else overheads.update_rates
     request = Request(
-        graph=graph,
+        graph=profiled,
         cluster=cluster,
         model=cost_model,
         schedule=schedule,
@@ -186,18 +200,57 @@ def make_task(options: Options) -> Task:
         order=options.order,
         stages_each=options.stages_per_rank,
         sharing=() if profile is None else profile.learned_together,
-        split=_split(options, graph, profile),
+        split=_split(options, profiled, profile),
     )
+    on_meshes = _run_operators(runs, profiled, options, profile)
+    works = [_work(run, request, on_meshes, profile) for run in runs]
+    if runs:
+        request = replace(request, graph=calibrated(profiled, runs, profile, overheads, works))
     _check_room(request)
     any_schedule = options.schedule is None and latency is None and not options.weight_prediction
     batch_size = None if profile is None else profile.batch_size
     task = Task(
         *(request, numbers, profile, runs, profiled, batch_size, any_schedule),
         operators=operators,
+        works=works,
+        run_operators=on_meshes,
     )
     if options.mesh is None:
         return task
     return task.on_mesh(parse_mesh(options.mesh), options.shard, options.intra_op)
+
+
+def _run_operators(
+    runs: Sequence[CalibrationRun], graph: Graph, options: Options, profile: Profile | None
+) -> OperatorProfile | None:
+    """Returns the operators of the graph if any of the runs had divided them. Raises UserError."""
+    on_mesh = (r for r in runs if any(s.mesh is not None for s in r.measured.plan.stages))
+    if (run := next(on_mesh, None)) is None:
+        return None
+    operators = None if profile is None else operators_of(options)
+    if operators is None or operators.fingerprint != graph.fingerprint:
+        raise UserError(
+            f"--calibrate {run.folder}: its stages were on meshes of devices, and there is no"
+            f" {options.graph_path.with_name('operators.json')} of this graph: pd-profile writes it"
+            " with graph.txt"
+        )
+    return operators
+
+
+def _work(
+    run: CalibrationRun,
+    request: Request,
+    operators: OperatorProfile | None,
+    profile: Profile | None,
+) -> DividedWork | None:
+    """Returns what devices of a run's meshes did of each node; None of a run without."""
+    plan = run.measured.plan
+    if all(stage.mesh is None for stage in plan.stages):
+        return None
+    assert operators is not None
+    assert profile is not None
+    known = replace(request, cluster=plan.cluster)
+    return DividedWork(*device_work(*planned_views(plan, known, operators, profile)))
 
 
 def with_fitting_mesh(options: Options) -> Options:
@@ -257,17 +310,6 @@ def _cost_model(options: Options) -> CostModel:
             " add --cost-model paper, released or measured, or leave it out"
         )
     return COST_MODELS[name](options.activation_compression)
-
-
-def _of_teams(request: Request, profile: Profile, sharding: ModelSharding) -> Request:
-    """Returns the request for teams of devices, in place of single ones."""
-    footprints = request.footprints
-    return replace(
-        request,
-        graph=team_graph(request.graph, profile, sharding),
-        cluster=sharding.teams,
-        footprints=None if footprints is None else team_footprints(footprints, sharding),
-    )
 
 
 def _operators(options: Options, graph: Graph, profile: Profile | None) -> OperatorProfile | None:

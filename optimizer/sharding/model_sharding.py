@@ -62,12 +62,12 @@ class ModelSharding:
         """
         devices = device_count(mesh)
         _check_devices(cluster, devices)
-        requests = Requests(_parameters(shards, len(mesh), profile), _ends(profile, len(mesh)))
+        requests = Requests(_parameters(shards, len(mesh), profile), whole_ends(profile, len(mesh)))
         linked = LinkedMesh.of(mesh, range(devices), cluster)
         speed = cluster.device(0).speed
         seconds = {name: taken / speed for name, taken in profile.seconds.items()}
         if method == "propagate":
-            seconds = estimated_seconds(profile.graph, _rate(profile, cluster))
+            seconds = estimated_seconds(profile.graph, rate_on(profile, cluster))
         stage = StageProblem(
             *(profile.graph, linked, seconds, profile.graph.backward_calls()),
             *(accounting, requests, kept or {}, LocalTimes.of(profile.local_seconds)),
@@ -94,7 +94,7 @@ class ModelSharding:
     @property
     def flops_per_second(self) -> float | None:
         """On these devices; None if it is not known."""
-        return _rate(self.profile, self.cluster)
+        return rate_on(self.profile, self.cluster)
 
     @property
     def mesh(self) -> Mesh:
@@ -175,7 +175,7 @@ def flops_per_second(profile: OperatorProfile) -> float | None:
     return sum(counts.values()) / seconds if seconds else None
 
 
-def _rate(profile: OperatorProfile, cluster: Cluster) -> float | None:
+def rate_on(profile: OperatorProfile, cluster: Cluster) -> float | None:
     """`flops_per_second` on the devices of the cluster."""
     profiled = flops_per_second(profile)
     return None if profiled is None else profiled * cluster.device(0).speed
@@ -253,7 +253,7 @@ def _parameters(
     return found
 
 
-def _ends(profile: OperatorProfile, axes: int) -> dict[str, Placements]:
+def whole_ends(profile: OperatorProfile, axes: int) -> dict[str, Placements]:
     """What comes to the model, and gradients of what leaves it, are whole."""
     ends = (e for e in profile.graph.inputs if e.role in ("input", "tangent"))
     return {f"{each.role} {each.name}": (Replicate(),) * axes for each in ends}

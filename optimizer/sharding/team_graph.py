@@ -37,7 +37,7 @@ def team_graph(graph: Graph, profile: Profile, sharding: ModelSharding) -> Graph
     redistributions of what it computes; sums of gradients over the mesh once for all minibatches of
     an update.
     """
-    work, moved = _work_shares(sharding), _moved_seconds(sharding)
+    work, moved = work_shares(sharding), _moved_seconds(sharding)
     nodes = {
         name: replace(
             node,
@@ -106,7 +106,7 @@ def _expanded(stage: Stage, divided: DividedStage, profile: Profile) -> Stage:
     return stage.model_copy(update={"ranks": ranks, "mesh": sharding.mesh, "placements": texts})
 
 
-def _work_shares(sharding: ModelSharding) -> dict[tuple[str, bool], float]:
+def work_shares(sharding: ModelSharding) -> dict[tuple[str, bool], float]:
     """By node and whether backward: seconds of one device in parts of those of the whole."""
     whole, own = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()
     for call in sharding.assignment.graph.calls:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipedream.graph.model import Graph
-from pipedream.graph.profile import Footprint
+from pipedream.graph.profile import Footprint, Profile
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.sharding.boundaries import Boundaries
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
-from pipedream.optimizer.sharding.team_graph import DividedStage
+from pipedream.optimizer.sharding.team_graph import DividedStage, team_footprints, team_graph
 
 
 @dataclass(frozen=True)
@@ -74,3 +74,14 @@ class Views:
         cuts = division.cuts(self.request.planning)
         stages = [cuts.nodes(stage, stage + 1) for stage in range(len(division.ranks))]
         return self.request.planning.stage_of(stages)
+
+
+def of_teams(request: Request, profile: Profile, sharding: ModelSharding) -> Request:
+    """The request for teams of devices, in place of single ones."""
+    footprints = request.footprints
+    return replace(
+        request,
+        graph=team_graph(request.graph, profile, sharding),
+        cluster=sharding.teams,
+        footprints=None if footprints is None else team_footprints(footprints, sharding),
+    )

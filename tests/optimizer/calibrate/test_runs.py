@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import click
 import pytest
+from measured_runs import measured, spread
 from plans import cut, make_plan
 from profiled import profile_of
 
 from pipedream.graph.cluster import Cluster, DeviceType
-from pipedream.graph.measured_run import MeasuredRank, MeasuredRun, read_measured, write_measured
+from pipedream.graph.measured_run import read_measured, write_measured
 from pipedream.graph.model import format_graph, read_graph
-from pipedream.graph.plan import PlanningOptions, workers_by_rank
-from pipedream.graph.profile import Quartiles, TrainingOverheads, write_profile
+from pipedream.graph.plan import PlanningOptions
+from pipedream.graph.profile import TrainingOverheads, write_profile
 from pipedream.optimizer.calibrate.price_plan import Price, price_plan
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
 from pipedream.optimizer.calibrate.verdict import Verdict
@@ -26,35 +27,6 @@ from pipedream.optimizer.search.request import Request
 
 TWO = Cluster(machines=(2,), bandwidth=(1e9,))
 STRAIGHT = Rules(straight=True)
-
-
-def spread(milliseconds):
-    return Quartiles(
-        median=milliseconds * 1e-3,
-        lower=milliseconds * 0.99e-3,
-        upper=milliseconds * 1.02e-3,
-    )
-
-
-def measured(plan, times, update=None, **fields):
-    """`times[stage]`: (forward, backward) in milliseconds, of every replica."""
-    ranks = [
-        MeasuredRank(
-            rank=rank,
-            stage=stage,
-            replica=replica,
-            minibatches=40,
-            forward=spread(times[stage][0]),
-            backward=spread(times[stage][1]),
-            updates=40 if update else 0,
-            update=spread(update) if update else None,
-        )
-        for rank, workers in workers_by_rank(plan.rank_assignment).items()
-        for stage, replica in workers
-    ]
-    known = {"device": "cpu", "threads": 1, "batch_size": 8, "schedule": plan.schedule}
-    known |= {"seconds_per_minibatch": 0.01, "ranks": ranks, "plan": plan}
-    return MeasuredRun(**(known | fields))
 
 
 @pytest.fixture
@@ -318,7 +290,7 @@ def on_mesh(folder):
 
 
 MISTAKES = {
-    "--calibrate RUN: its stages were on meshes of devices, whose passes have messages": on_mesh,
+    "--calibrate RUN: its stages were on meshes of devices, and there is no OPERATORS of": on_mesh,
     "--calibrate RUN: no such folder": lambda folder: shutil.rmtree(folder / "run"),
     "--calibrate RUN: is not the folder of a run: there is no measured.json": lambda folder: (
         folder / "run/measured.json"
@@ -342,7 +314,12 @@ def test_mistakes_are_one_line(folder, said, spoil, capsys):
     graph = folder / "graph.txt"
     code, out, err = ended(capsys, graph, "--calibrate", folder / "run", "-o", folder / "new")
     assert (code, out) == (2, "")
-    for name, path in (("RUN", "run"), ("GRAPH", "graph.txt"), ("PROFILE", "profile.json")):
+    for name, path in (
+        ("RUN", "run"),
+        ("GRAPH", "graph.txt"),
+        ("PROFILE", "profile.json"),
+        ("OPERATORS", "operators.json"),
+    ):
         said = said.replace(name, str(folder / path))
     assert err.startswith(f"pd-optimize: {said}")
     assert err.count("\n") == 1
