@@ -42,7 +42,9 @@ _ROWS, _WIDTH, _WEIGHTS = 128, 1024, 16
 """A product of activations and weights, which are 64 MiB in all: more than caches hold. Like the
 passes of training it loses what it had in them to a message.
 """
-_STEPS = 8
+_STEPS, _FEWEST_STEPS = 8, 2
+_STEPS_SECONDS = 3.0
+"""Of those that are timed together: of the passes of a large model there are fewer."""
 _SETTLING = 2
 _LEAST_SECONDS = 2e-3
 _MOST_SECONDS = 30.0
@@ -106,7 +108,8 @@ class Work:
 @dataclass(frozen=True)
 class Steps:
     """Steps of compute, each of so many `runs` of the work, in each of which `parts` messages or
-    sums begin. At its end a step leaves no more than `later` of them under way.
+    sums begin. At its end a step leaves no more than `later` of them under way. `count` steps are
+    timed together.
     """
 
     wire: Wire
@@ -114,6 +117,7 @@ class Steps:
     later: int
     runs: int = 1
     parts: int = 1
+    count: int = _STEPS
 
     def of(self, parts: int, seconds: float, size: float) -> Steps:
         """Returns steps of so many `parts` of about `seconds` each. A run that takes longer is a
@@ -121,14 +125,17 @@ class Steps:
 
         All ranks do what rank 0 finds.
         """
-        probe = replace(self, runs=_WEIGHTS if self.work.gradient_bytes is None else 1)
+        of_model = self.work.gradient_bytes is not None
+        probe = replace(self, count=_FEWEST_STEPS) if of_model else replace(self, runs=_WEIGHTS)
         probe.seconds(lambda: None)
         run_seconds = probe.seconds(lambda: None) / probe.runs
         if run_seconds > parts * seconds and self.work.gradient_bytes is not None:
             parts = max(1, min(int(run_seconds / seconds), int(self.work.gradient_bytes / size)))
         fewest = -(-parts // self.work.places)
-        agreed = self.wire.broadcast([parts, max(fewest, round(parts * seconds / run_seconds))], 0)
-        return replace(self, parts=int(agreed[0]), runs=int(agreed[1]))
+        runs = max(fewest, round(parts * seconds / run_seconds))
+        count = min(_STEPS, max(_FEWEST_STEPS, int(_STEPS_SECONDS / (runs * run_seconds))))
+        parts, runs, count = map(int, self.wire.broadcast([parts, runs, count], 0))
+        return replace(self, parts=parts, runs=runs, count=count)
 
     def seconds(self, begin: Callable[[], Wait | None]) -> float:
         """Returns the mean seconds of a step, with a call of `begin` in each part.
@@ -139,7 +146,7 @@ class Steps:
         """
         under_way: deque[Wait] = deque()
         start = 0.0
-        for step in range(_SETTLING + _STEPS):
+        for step in range(_SETTLING + self.count):
             if step == _SETTLING:
                 self.wire.synchronize()
                 start = time.perf_counter()
@@ -150,7 +157,7 @@ class Steps:
         taken = time.perf_counter() - start
         while under_way:
             under_way.popleft()()
-        return taken / _STEPS
+        return taken / self.count
 
     def step(self, begin: Callable[[], Wait | None], under_way: deque[Wait]) -> None:
         """Runs one step, with a call of `begin` in each part; `under_way` gets what began."""

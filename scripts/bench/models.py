@@ -69,3 +69,19 @@ def vgg16_head_data(examples: int = 640) -> tuple[TensorDataset, None]:
     features = torch.randn(examples, 512, 7, 7, generator=generator)
     classes = torch.randint(0, 1_000, (examples,), generator=generator)
     return TensorDataset(features, classes), None
+
+
+def token_data(
+    tokens: int = 64, vocabulary: int = 4_096, examples: int = 320
+) -> tuple[TensorDataset, None]:
+    """Sequences [tokens] and their labels, for models of transformers."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (examples, tokens), generator=generator)
+    return TensorDataset(ids, ids), None
+
+
+def image_data(size: int = 64, examples: int = 384) -> tuple[TensorDataset, None]:
+    """Pictures [3, size, size] of ten classes."""
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randn(examples, 3, size, size, generator=generator)
+    return TensorDataset(pictures, torch.randint(0, 10, (examples,), generator=generator)), None

@@ -43,7 +43,8 @@ def assigned(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> Assignm
 
     monkeypatch.setattr(planned_passes, "propagate", noted)
     module = StageModule.of(whole, plan, 0)
-    module.program.planned = PlannedPasses.of(plan, 0, 0, frozenset())
+    names = frozenset(name for name, _ in module.piece.module.named_parameters())
+    module.program.planned = PlannedPasses.of(plan, 0, 0, names)
     module.end_in(cross_entropy)
     images = torch.randn(8, *MODELS[model][0], dtype=torch.float64)
     parameters, values = module.piece.module.named_parameters(), {whole.inputs[0]: images}

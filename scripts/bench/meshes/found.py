@@ -1,0 +1,154 @@
+"""What do found shardings gain on two processes of this machine, and is it as expected?
+
+    python scripts/bench/meshes/found.py OUT [MODEL...] [--turns 3]
+
+Profiles each model with two workers at a time, measures the network, plans with `--intra-op none`
+and `auto`, and trains both plans as whole processes in turns. Prints how much longer updates take
+than their plans expect, and the gain.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pandas as pd
+import yaml
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from efficiency import call
+
+from pipedream.graph.plan import Plan, read_plan
+
+BENCH = Path(__file__).parents[1]
+
+
+def _transformer(source: str, sizes: dict[str, Any], tokens: int, examples: int) -> dict[str, Any]:
+    args = {"tokens": tokens, "examples": examples, "vocabulary": sizes["vocab_size"]}
+    return {
+        "model": {"source": f"transformers:{source}", "args": sizes},
+        "data": {"source": "models:token_data", "args": args},
+        "loss": "output",
+        "optimizer": {"name": "AdamW", "args": {"lr": 1e-4}},
+        "batch_size": 4,
+    }
+
+
+def _images(source: str, size: int, batch: int, examples: int, **args: Any) -> dict[str, Any]:
+    return {
+        "model": {"source": source, "args": args},
+        "data": {"source": "models:image_data", "args": {"size": size, "examples": examples}},
+        "batch_size": batch,
+    }
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "mlp": {
+        "model": {"source": "models:mlp", "args": {"width": 1536}},
+        "data": {"source": "models:mlp_data", "args": {"width": 1536, "examples": 4096}},
+        "batch_size": 64,
+    },
+    "wide": {
+        "model": {"source": "models:mlp", "args": {"width": 2048, "layers": 4}},
+        "data": {"source": "models:mlp_data", "args": {"width": 2048, "examples": 1024}},
+        "batch_size": 16,
+    },
+    "llama": _transformer(
+        "llama",
+        {
+            **{"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1376},
+            **{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
+        },
+        *(64, 320),
+    ),
+    "gpt2": _transformer(
+        "gpt2", {"vocab_size": 4096, "n_embd": 512, "n_layer": 4, "n_head": 8}, 64, 320
+    ),
+    "vgg11": _images("torchvision:vgg11", 64, 8, 192, num_classes=10),
+    "head": {
+        "model": {"source": "models:vgg16_head"},
+        "data": {"source": "models:vgg16_head_data", "args": {"examples": 1280}},
+        "batch_size": 32,
+    },
+    "resnet18": _images("torchvision:resnet18", 64, 8, 384, num_classes=10),
+    "vit": _images("timm:vit_tiny_patch16_224", 224, 2, 96, num_classes=10, drop_rate=0.0),
+}
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("models", nargs=-1, type=click.Choice(list(CASES)))
+@click.option("--turns", default=3, show_default=True)
+@click.option("--again", is_flag=True, help="Plan and train again, with the profiles in OUT.")
+def main(out: Path, models: tuple[str, ...], turns: int, again: bool) -> None:
+    os.environ |= {"PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1"}
+    table = []
+    for name in models or CASES:
+        folder = out / name
+        if not again:
+            profile(folder, CASES[name])
+        for row in measured(name, folder, turns):
+            table.append(row)
+            print(*row.values(), sep=" | ", flush=True)
+    frame = pd.DataFrame(table)
+    error = frame["of auto"].abs()
+    print(f"\n{frame.to_string(index=False)}\nplans of auto: median {error.median():.1f} %,")
+    print(f"worst {error.max():.1f} %; at least 1.2 times faster: {(frame.gain >= 1.2).sum()} runs")
+
+
+def profile(folder: Path, case: dict[str, Any]) -> None:
+    config = {
+        **{"format": "pipedream-run/1", "microbatches": 2, "loss": "cross_entropy"},
+        **{"optimizer": {"name": "SGD", "args": {"lr": 1e-3}}, **case},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    programs = Path(sys.executable).parent
+    launcher = [programs / "torchrun", "--nproc-per-node", "2", "--no-python"]
+    network = [programs / "pd-profile", folder / "run.yaml", "--network", "-o", folder / "network"]
+    words = list(map(str, [*launcher, *network]))
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    call("pd-profile", folder / "run.yaml", "-o", folder, "--workers", 2, "--repeats", 10)
+
+
+def measured(name: str, folder: Path, turns: int) -> list[dict[str, Any]]:
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    optimizer = "adam" if config["optimizer"]["name"] == "AdamW" else "sgd"
+    plans: dict[str, Plan] = {}
+    for method in ("none", "auto"):
+        cluster = ("--cluster", folder / "network" / "cluster.yaml", "--intra-op", method)
+        round_ = ("--schedule", "flush", "--microbatches", 2, "--optimizer", optimizer)
+        call("pd-optimize", folder / "graph.txt", *cluster, *round_, "-o", folder / method)
+        plans[method] = read_plan(folder / method / "plan.json")
+    return [_row(name, folder, plans, turn) for turn in range(turns)]
+
+
+def _row(name: str, folder: Path, plans: dict[str, Plan], turn: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": name, "turn": turn}
+    seconds = {}
+    for method, plan in plans.items():
+        run = folder / f"{method}-{turn}"
+        shutil.rmtree(run, ignore_errors=True)
+        words = (folder / method / "plan.json", "--config", folder / "run.yaml", "-o", run)
+        call("pd-train", *words, "--no-evaluate")
+        seconds[method] = json.loads((run / "summary.json").read_text())["seconds_per_minibatch"]
+        expected = plan.predicted.seconds_in_a_run
+        row[method] = f"{seconds[method] * 1e3:.1f} ms"
+        row[f"of {method}"] = round(100 * (seconds[method] / expected - 1), 1)
+        row[f"{method} is"] = " + ".join(
+            f"{len(s.ranks)}" + (f" ({'x'.join(map(str, s.mesh))})" if s.mesh else "")
+            for s in plan.stages
+        )
+    row["gain"] = round(seconds["none"] / seconds["auto"], 3)
+    return row
+
+
+if __name__ == "__main__":
+    main()
