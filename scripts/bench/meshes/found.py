@@ -115,7 +115,7 @@ def profile(folder: Path, case: dict[str, Any]) -> None:
     network = [programs / "pd-profile", folder / "run.yaml", "--network", "-o", folder / "network"]
     words = list(map(str, [*launcher, *network]))
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    call("pd-profile", folder / "run.yaml", "-o", folder, "--workers", 2, "--repeats", 10)
+    call("pd-profile", folder / "run.yaml", "-o", folder, "--workers", 2, "--shards", 2)
 
 
 def measured(name: str, folder: Path, turns: int) -> list[dict[str, Any]]:
