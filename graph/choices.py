@@ -35,5 +35,8 @@ Recompute: TypeAlias = Literal["never", "auto", "always"]
 InFlight: TypeAlias = Literal["useful", "least"]
 """Minibatches in flight: as many as still raise the throughput, or PipeDream's number."""
 
+Grouping: TypeAlias = Literal["none", "fusion"]
+"""Which operators a plan keeps together: see `pipedream.optimizer.cuts.groups`."""
+
 IntraOp: TypeAlias = Literal["auto", "exact", "cones", "propagate", "recursive", "none"]
 """How operators are divided inside stages: see `pipedream.optimizer.intra`."""

@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from pipedream.graph.choices import (
     DEFAULT_ORDER,
+    Grouping,
     InFlight,
     IntraOp,
     OptimizerName,
@@ -299,6 +300,7 @@ class PlanningOptions(ArtifactModel):
     profile: str | None = None
     """Path of profile.json from the plan's folder."""
     intra_op: IntraOp = "auto"
+    group: Grouping = "none"
 
 
 class DraftPlan(ArtifactModel):

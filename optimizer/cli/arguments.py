@@ -114,6 +114,12 @@ GROUPS = {
         ),
         option("--straight", "No replication: one device per stage.  [default: off]"),
         option(
+            "--group",
+            "Keep operators together that are better computed together: fusion puts what is"
+            " elementwise, or reduces rows, with the product or convolution before it. There are"
+            " fewer cuts to search; none cuts between any two.",
+        ),
+        option(
             "--fewer-machines",
             "For paper, released and measured: leave machines unused where that is faster, as"
             " network always may.  [default: use all]",

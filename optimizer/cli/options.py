@@ -20,6 +20,7 @@ from typing import (
 from pipedream.graph.choices import (
     BEST_ORDER,
     ORDER_NAMES,
+    Grouping,
     InFlight,
     IntraOp,
     OptimizerName,
@@ -83,6 +84,7 @@ class Options:
 
     objective: Literal["throughput", "latency"] = "throughput"
     straight: bool = False
+    group: Grouping = "none"
     fewer_machines: bool = False
     epsilon: Annotated[float, Bounds(0)] | None = None
     layers: Count | None = None

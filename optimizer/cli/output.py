@@ -161,7 +161,7 @@ def _print_alone(task: Task, plan: Plan, console: Console) -> None:
 
 def _judge(task: Task, plan: Plan, console: Console) -> None:
     """Prints the runs, and compares the newest run's plan with this one."""
-    run, request = task.runs[-1], task.of_devices
+    run, request = task.runs[-1], task.on_operators.request
     print_runs(task.runs, task.works, task.profiled, request.overheads, console)
     now = task.priced(run.measured.plan, request)
     print_verdict(Verdict(run, now, plan), console)
@@ -197,9 +197,11 @@ def _sweep(planning: Planning, numbers: range) -> Section:
 def _compare(planning: Planning) -> Section:
     request, plan = planning.task.of_devices, planning.outcome.plan
     count = planning.options.microbatches or 4 * request.cluster.devices
-    others = planning.other_workers
+    others = {_workers(each): each for each in planning.other_workers}
+    if planning.on_operators is not None:
+        others |= {"stages of any operators": planning.on_operators}
     if others or planning.task.shardings:
-        named = {"this plan": planning, **{_workers(each): each for each in others}}
+        named = {"this plan": planning, **others}
         first = [
             as_contender(name, each.outcome.plan, each.simulation, request)
             for name, each in named.items()

@@ -63,6 +63,17 @@ class Planning:
             return (_plan_workers(self.task.on_devices(), self.options),)
         return ()
 
+    @property
+    def on_operators(self) -> Planning | None:
+        """Beside a plan of groups, that of single devices whose stages may end after any operator,
+        if there is one.
+        """
+        if self.options.group == "none":
+            return None
+        with suppress(UserError):
+            return _plan_workers(self.task.on_operators, self.options)
+        return None
+
     def planned_for(self, request: Request) -> Outcome:
         """The outcome of the same task for workers of another cluster. Raises UserError."""
         options = replace(self.options, timeline=False, compare=False)

@@ -26,6 +26,7 @@ from pipedream.optimizer.compare.sweep import check_sweep, parse_range
 from pipedream.optimizer.cost.memory import ROOM_ON_GPU
 from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL, CostModel
 from pipedream.optimizer.cost.stages import Rules
+from pipedream.optimizer.cuts.groups import classes_of, fusion_groups
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
@@ -80,6 +81,11 @@ class Task:
         """The request for workers of one device, under the schedule that was chosen."""
         whole = self.undivided or self.request
         return replace(whole, schedule=self.request.schedule)
+
+    @property
+    def on_operators(self) -> Task:
+        """The same with workers of one device, and stages that may end after any operator."""
+        return self.on_devices(replace(self.of_devices, groups=()))
 
     def on_devices(self, request: Request | None = None) -> Task:
         """The same with workers of one device, for another request if it is given."""
@@ -201,6 +207,7 @@ def make_task(options: Options) -> Task:
         stages_each=options.stages_per_rank,
         sharing=() if profile is None else profile.learned_together,
         split=_split(options, profiled, profile),
+        groups=_groups(options, profiled, operators),
     )
     on_meshes = _run_operators(runs, profiled, options, profile)
     works = [_work(run, request, on_meshes, profile) for run in runs]
@@ -395,6 +402,18 @@ def _split(options: Options, graph: Graph, profile: Profile | None) -> Split | N
     if counts is not None and min(counts) < 1:
         raise UserError(f"--replicas {options.replicas}: write a number for each stage: 2,1,1")
     return split_of(names, counts, graph, {} if profile is None else profile.modules)
+
+
+def _groups(
+    options: Options, graph: Graph, operators: OperatorProfile | None
+) -> tuple[tuple[str, ...], ...]:
+    """Returns the groups of nodes that --group keeps whole. Raises UserError."""
+    if options.group == "none":
+        return ()
+    option = "--split" if options.split is not None else "--replicas"
+    if options.split is not None or options.replicas is not None:
+        raise UserError(f"{option} says what the stages are: leave out --group {options.group}")
+    return fusion_groups(graph, classes_of(graph, operators))
 
 
 def _with_schedule(options: Options) -> Options:

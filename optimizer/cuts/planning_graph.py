@@ -25,7 +25,8 @@ class PlanningGraph:
     `follows` names the working node, None for one that reads an input. `footprints` say what each
     node keeps in memory [default: its outputs]. Seconds per minibatch: `update`, per byte of
     parameters; `call`, in every stage; `reading`, in the first and the last stage, which read it.
-    `sharing`: parameters that several nodes read.
+    `sharing`: parameters that several nodes read. With `groups`, of which each has one exit, those
+    are the nodes to divide: named by their exits, with all they do.
     """
 
     graph: Graph
@@ -36,6 +37,7 @@ class PlanningGraph:
     call: float = 0.0
     reading: float = 0.0
     sharing: tuple[Sharing, ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
 
     @staticmethod
     def of(
@@ -45,6 +47,7 @@ class PlanningGraph:
         call: float = 0.0,
         reading: float = 0.0,
         sharing: tuple[Sharing, ...] = (),
+        groups: tuple[tuple[str, ...], ...] = (),
     ) -> PlanningGraph:
         inputs = {
             name
@@ -57,18 +60,29 @@ class PlanningGraph:
             getitem = graph.nodes[name].description.startswith("__getitem__")
             if getitem and name not in inputs and not consumed:
                 unread.add(name)
-        names = tuple(name for name in graph.order if name not in inputs | unread)
+        exit_of = {name: own[-1] for own in groups for name in own if name not in unread}
+        inner = {name for name, exit in exit_of.items() if name != exit}
+        names = tuple(name for name in graph.order if name not in inputs | unread | inner)
         follows: dict[str, str | None] = dict.fromkeys(inputs)
+        follows |= {name: exit_of[name] for name in inner}
         for name in graph.order:
             if name in unread:
                 producer = graph.predecessors[name][0] if graph.predecessors[name] else None
                 follows[name] = producer if producer is None else follows.get(producer, producer)
-        return PlanningGraph(graph, names, follows, footprints, update, call, reading, sharing)
+        figures = footprints, update, call, reading
+        return PlanningGraph(graph, names, follows, *figures, sharing, groups)
 
     def priced_as(self, graph: Graph, footprints: Mapping[str, Footprint] | None) -> PlanningGraph:
         """The same nodes with the figures of a graph of the same structure."""
         changed = replace(self, graph=graph, footprints=footprints)
-        for name in ("position", "consumers", "producers", "consumer_masks", "producer_masks"):
+        for name in (
+            "members",
+            "position",
+            "consumers",
+            "producers",
+            "consumer_masks",
+            "producer_masks",
+        ):
             changed.__dict__[name] = getattr(self, name)
         return changed
 
@@ -76,8 +90,15 @@ class PlanningGraph:
         return len(self.names)
 
     @cached_property
+    def members(self) -> tuple[tuple[str, ...], ...]:
+        """The nodes of the graph in each, the exit last."""
+        unread = self.follows.keys() - {name for own in self.groups for name in own[:-1]}
+        known = {own[-1]: tuple(n for n in own if n not in unread) for own in self.groups}
+        return tuple(known.get(name, (name,)) for name in self.names)
+
+    @cached_property
     def position(self) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self.names)}
+        return {name: index for index, own in enumerate(self.members) for name in own}
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -87,7 +108,11 @@ class PlanningGraph:
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
         """The working nodes whose output each node reads."""
-        return tuple(self._neighbours(self.graph.predecessors[name]) for name in self.names)
+        read = ([n for name in own for n in self.graph.predecessors[name]] for own in self.members)
+        return tuple(
+            tuple(place for place in self._neighbours(names) if place != own)
+            for own, names in enumerate(read)
+        )
 
     @cached_property
     def consumer_masks(self) -> tuple[int, ...]:
@@ -100,12 +125,15 @@ class PlanningGraph:
         return tuple(sum(1 << node for node in nodes) for nodes in self.producers)
 
     def _neighbours(self, names: Sequence[str]) -> tuple[int, ...]:
-        return tuple(sorted(self.position[name] for name in names if name in self.position))
+        return tuple(sorted({self.position[name] for name in names if name in self.position}))
+
+    def _sums(self, of_node: Mapping[str, float]) -> Floats:
+        return np.array([sum(of_node[name] for name in own) for own in self.members])
 
     @cached_property
     def compute_seconds(self) -> Floats:
         """Forward plus backward of each node, one minibatch on one worker."""
-        return np.array([self.graph.nodes[name].compute_seconds for name in self.names])
+        return self._sums({n: node.compute_seconds for n, node in self.graph.nodes.items()})
 
     @cached_property
     def work_seconds(self) -> Floats:
@@ -114,7 +142,7 @@ class PlanningGraph:
 
     @cached_property
     def parameter_bytes(self) -> Floats:
-        return np.array([self.graph.nodes[name].parameter_bytes for name in self.names])
+        return self._sums({n: node.parameter_bytes for n, node in self.graph.nodes.items()})
 
     @cached_property
     def output_bytes(self) -> Floats:
@@ -122,7 +150,7 @@ class PlanningGraph:
 
     @cached_property
     def forward_seconds(self) -> Floats:
-        return np.array([self.graph.nodes[name].forward_seconds for name in self.names])
+        return self._sums({n: node.forward_seconds for n, node in self.graph.nodes.items()})
 
     @cached_property
     def saved_bytes(self) -> Floats:
@@ -131,8 +159,8 @@ class PlanningGraph:
         A loss is assumed to save as much as it reads: the model's outputs once more.
         """
         if self.footprints is None:
-            return self.output_bytes
-        saved = np.array([self.footprints[name].saved for name in self.names])
+            return self._sums({n: node.output_bytes for n, node in self.graph.nodes.items()})
+        saved = self._sums({name: each.saved for name, each in self.footprints.items()})
         returned = np.array([not readers for readers in self.consumers])
         return saved + np.where(returned, self.output_bytes, 0.0)
 
@@ -141,7 +169,8 @@ class PlanningGraph:
         """Bytes that each node's backward pass needs besides that, at least its gradients."""
         if self.footprints is None:
             return self.parameter_bytes
-        return np.array([self.footprints[name].workspace for name in self.names])
+        of_node = {name: each.workspace for name, each in self.footprints.items()}
+        return np.array([max(of_node[name] for name in own) for own in self.members])
 
     @cached_property
     def model_inputs(self) -> tuple[tuple[float, tuple[int, ...]], ...]:

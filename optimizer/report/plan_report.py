@@ -255,6 +255,8 @@ def _remark(outcome: Outcome) -> str:
     predicted, asked = outcome.plan.predicted, outcome.plan.asked
     straight = asked is not None and asked.straight
     what = "straight plans" if straight else "plans"
+    if asked is not None and asked.group != "none":
+        what += f" that keep groups whole (--group {asked.group})"
     if predicted.cost_model == DEFAULT_COST_MODEL and predicted.simulated is not None:
         bound = predicted.lower_bound_seconds
         gap = _gap(predicted.simulated.seconds_per_minibatch / bound - 1) if bound else "no bound"

@@ -174,7 +174,7 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
         )
         for name, kept in graph.footprints.items()
     }
-    return PlanningGraph.of(smaller, footprints, sharing=graph.sharing)
+    return PlanningGraph.of(smaller, footprints, sharing=graph.sharing, groups=graph.groups)
 
 
 def _items(worker: WorkerMemory, room: float) -> str:

@@ -62,14 +62,16 @@ class GraphViews:
         footprints: Mapping[str, Footprint] | None,
         overheads: tuple[float, float, float],
         sharing: tuple[Sharing, ...],
+        groups: tuple[tuple[str, ...], ...] = (),
     ) -> PlanningGraph:
         """The graph to divide; `overheads`: its seconds of update, call and reading."""
         for known in self._planning:
             alike = known.graph is graph and known.footprints is footprints
             seconds = known.update, known.call, known.reading
-            if alike and seconds == overheads and known.sharing == sharing:
+            whole = known.sharing == sharing and known.groups == groups
+            if alike and seconds == overheads and whole:
                 return known
-        self._planning.append(PlanningGraph.of(graph, footprints, *overheads, sharing))
+        self._planning.append(PlanningGraph.of(graph, footprints, *overheads, sharing, groups))
         return self._planning[-1]
 
 
@@ -89,6 +91,7 @@ class Request:
     - `sharing`: parameters that several nodes read, and learn together;
     - `split`: the stages, if they are given and only to be priced;
     - `room`: how many bytes of a device are not the model's;
+    - `groups`: of nodes, that no plan cuts;
     - `views`: what has been worked out of graphs, which requests made by `replace` share.
     """
 
@@ -112,6 +115,7 @@ class Request:
     sharing: tuple[Sharing, ...] = ()
     split: Split | None = None
     room: float = 0.0
+    groups: tuple[tuple[str, ...], ...] = ()
     views: GraphViews = field(default_factory=GraphViews, repr=False, compare=False)
 
     def priced_as(self, graph: Graph, footprints: Mapping[str, Footprint] | None) -> Request:
@@ -132,7 +136,7 @@ class Request:
     def planning(self) -> PlanningGraph:
         """The graph to divide, with the overheads that the cost model counts."""
         seconds = self._overhead_seconds
-        return self.views.planning(self.graph, self.footprints, seconds, self.sharing)
+        return self.views.planning(self.graph, self.footprints, seconds, self.sharing, self.groups)
 
     @property
     def _overhead_seconds(self) -> tuple[float, float, float]:

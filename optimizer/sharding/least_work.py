@@ -20,7 +20,8 @@ def least_seconds(request: Request, profile: OperatorProfile) -> float:
     speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
     shares = _node_shares(profile)
     seconds = (
-        graph.nodes[name].compute_seconds * shares.get(name, 1.0) for name in request.planning.names
+        graph.nodes[name].compute_seconds * shares.get(name, 1.0)
+        for name in request.planning.position
     )
     return sum(seconds) / speeds
 

@@ -63,8 +63,12 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": _transformer(
         "llama",
         {
-            **{"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1376},
-            **{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
+            "vocab_size": 4096,
+            "hidden_size": 512,
+            "intermediate_size": 1376,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
         },
         *(64, 320),
     ),
@@ -105,8 +109,11 @@ def main(out: Path, models: tuple[str, ...], turns: int, again: bool) -> None:
 
 def profile(folder: Path, case: dict[str, Any]) -> None:
     config = {
-        **{"format": "pipedream-run/1", "microbatches": 2, "loss": "cross_entropy"},
-        **{"optimizer": {"name": "SGD", "args": {"lr": 1e-3}}, **case},
+        "format": "pipedream-run/1",
+        "microbatches": 2,
+        "loss": "cross_entropy",
+        "optimizer": {"name": "SGD", "args": {"lr": 1e-3}},
+        **case,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(config))

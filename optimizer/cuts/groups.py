@@ -1,0 +1,83 @@
+"""Groups of nodes that a plan keeps whole (seed 003, after TVM's grouping by dominators).
+
+A group has one *exit*, whose output alone is read outside: it is what post-dominates the others.
+So groups can be computed one after the other, and what crosses between them is what crossed before.
+No group has more than one complicated operator, its *anchor*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipedream.graph.model import Graph
+from pipedream.graph.operator_class import OperatorClass, class_of_layer
+from pipedream.graph.placements.operators import OperatorProfile
+from pipedream.sharding.operator_class import class_of
+
+COMPLICATED = OperatorClass.COMPLICATED
+
+
+def classes_of(graph: Graph, operators: OperatorProfile | None) -> dict[str, OperatorClass]:
+    """Returns that of each node: of the operator of its forward pass that needs most, or by its
+    description if those are not known.
+    """
+    found = {name: class_of_layer(node.description) for name, node in graph.nodes.items()}
+    if operators is None:
+        return found
+    backward = operators.graph.backward_calls()
+    forward = [call for call in operators.graph.calls if call.name not in backward]
+    known: dict[str, OperatorClass] = {}
+    for call in forward:
+        node = operators.nodes[call.name]
+        known[node] = max(known.get(node, OperatorClass.INDEPENDENT), class_of(call.operator))
+    return found | known
+
+
+@dataclass
+class _Group:
+    """`members`, the exit first; whether one of them is an anchor."""
+
+    members: list[str] = field(default_factory=list)
+    anchored: bool = False
+
+
+def fusion_groups(
+    graph: Graph, classes: Mapping[str, OperatorClass]
+) -> tuple[tuple[str, ...], ...]:
+    """Returns the groups of all nodes but the model's inputs, each in the order of the graph, in
+    the order of their exits.
+    """
+    inputs = {n for n, node in graph.nodes.items() if node.is_input and not graph.predecessors[n]}
+    order = [name for name in graph.order if name not in inputs]
+    of_node: dict[str, _Group] = {}
+    # group(n) = the one group of all readers of n, unless both have an anchor or it has one and n
+    # could follow an anchor of its own; else a new one, of which n is the exit
+    for name in reversed(order):
+        reader = _only_reader(graph.successors[name], of_node)
+        if reader is None or reader.anchored:
+            reader = _Group()
+        _join(reader, [name], classes[name] == COMPLICATED, of_node)
+    # what follows no anchor and is read by one group alone goes before the anchor of that
+    for name in reversed(order):
+        group = of_node[name]
+        reader = None if group.members[0] != name else _only_reader(graph.successors[name], of_node)
+        if reader is not None and not (reader.anchored and group.anchored):
+            _join(reader, group.members, group.anchored, of_node)
+    place = {name: number for number, name in enumerate(order)}
+    exits = [name for name in order if of_node[name].members[0] == name]
+    return tuple(tuple(sorted(of_node[exit].members, key=place.__getitem__)) for exit in exits)
+
+
+def _only_reader(readers: Sequence[str], of_node: Mapping[str, _Group]) -> _Group | None:
+    """Returns the group of all readers, None if there are several or none."""
+    groups = {id(of_node[name]): of_node[name] for name in readers}
+    return next(iter(groups.values())) if len(groups) == 1 else None
+
+
+def _join(
+    group: _Group, members: Sequence[str], anchored: bool, of_node: dict[str, _Group]
+) -> None:
+    group.members += members
+    group.anchored |= anchored
+    of_node.update(dict.fromkeys(members, group))
