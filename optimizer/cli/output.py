@@ -141,6 +141,12 @@ def _print_heaviest(task: Task, sharding: ModelSharding, plan: Plan, console: Co
     nodes = {node for stage in stages for node in stage.nodes}
     mesh = " x ".join(map(str, sharding.mesh))
     print_line(console, f"Mesh {mesh}: {axis_words(sharding, task.profile, nodes)}.")
+    if not sharding.profile.local_seconds:
+        print_line(
+            console,
+            "Nobody timed parts of operators, which are taken to divide evenly and may take longer:"
+            f" pd-profile --shards {','.join(map(str, sorted(set(sharding.mesh))))} times them.",
+        )
 
 
 def _print_alone(task: Task, plan: Plan, console: Console) -> None:

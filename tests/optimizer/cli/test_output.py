@@ -125,3 +125,4 @@ def test_the_report_has_the_same_stages_without_meshes(perceptron: Path) -> None
     seconds = show_seconds(simulated(other))
     assert f"a replica on each device: {seconds} per minibatch" in line
     assert "Mesh 2: axis 0 of 2: " in said
+    assert "pd-profile --shards 2 times them" in said
