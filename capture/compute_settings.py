@@ -28,7 +28,8 @@ def keep_freed_memory() -> None:
     """Makes glibc keep freed blocks for the next use.
 
     By default glibc returns large ones to the kernel, and every activation and gradient then costs
-    a page fault per 4 KiB: the gradient of a layer of 400 MB more than to compute it. Settings in the environment take precedence. Other allocators are not affected.
+    a page fault per 4 KiB: the gradient of a layer of 400 MB more than to compute it. Settings in
+    the environment take precedence. Other allocators are not affected.
     """
     if not os.environ.keys().isdisjoint(_USER_SETTINGS):
         return

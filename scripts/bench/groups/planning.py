@@ -1,6 +1,6 @@
 """What planning on groups of operators costs, and what it saves.
 
-    python scripts/bench/groups.py FOLDER... [--clusters 4/1GB ...]
+    python scripts/bench/groups/planning.py FOLDER... [--clusters 4/1GB ...]
 
 Each FOLDER has a graph.txt. Prints nodes and groups, the ways to cut between each, and for each
 cluster (machines, slash, bandwidths) how long whole pd-optimize processes plan with `--group none`
