@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pipedream.graph.operator_class import OperatorClass
+from pipedream.graph.placements.operator_class import OperatorClass
 from pipedream.graph.placements.operators import Operator
 from pipedream.sharding.rules import normalizations, pieces, pointwise, reductions, views
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipedream.graph.model import Graph
-from pipedream.graph.operator_class import OperatorClass, class_of_layer
+from pipedream.graph.placements.operator_class import OperatorClass, class_of_layer
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.sharding.operator_class import class_of
 

@@ -12,7 +12,7 @@ from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph, Node
-from pipedream.graph.operator_class import OperatorClass, class_of_layer
+from pipedream.graph.placements.operator_class import OperatorClass, class_of_layer
 from pipedream.graph.placements.operators import Input, Operator, TensorType
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cuts.antichains import all_downsets, bits
