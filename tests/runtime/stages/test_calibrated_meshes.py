@@ -45,12 +45,18 @@ class Meshed(NamedTuple):
         return self.task.profile
 
 
-@pytest.fixture
-def meshed(tmp_path: Path) -> Meshed:
-    profiled(tmp_path, "Perceptron", dtype="float32")
-    plan = planned(tmp_path, "--machines", "4", "--mesh", "2", "--straight")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a profile and the plan."""
+    return tmp_path_factory.mktemp("profiled")
+
+
+@pytest.fixture(scope="module")
+def meshed(folder: Path) -> Meshed:
+    profiled(folder, "Perceptron", dtype="float32")
+    plan = planned(folder, "--machines", "4", "--mesh", "2", "--straight")
     assert len(plan.stages) == 2
-    words = [str(tmp_path / "graph.txt"), "--machines", "4", "--bandwidth", "1TB", "--straight"]
+    words = [str(folder / "graph.txt"), "--machines", "4", "--bandwidth", "1TB", "--straight"]
     words += ["--schedule", "flush", "--microbatches", "2", "--mesh", "2"]
     task = make_task(typed_options(main.make_context("pd-optimize", words)))
     assert task.operators is not None
@@ -79,13 +85,13 @@ def test_layers_are_corrected_by_the_parts_that_devices_work(
         assert found.nodes[name].backward_seconds == pytest.approx(3 * node.backward_seconds)
 
 
-def test_the_plan_is_judged_by_its_run(tmp_path: Path, meshed: Meshed) -> None:
-    (tmp_path / "run").mkdir()
+def test_the_plan_is_judged_by_its_run(folder: Path, meshed: Meshed) -> None:
+    (folder / "run").mkdir()
     times, batch = meshed.passes(3.0), meshed.profile.batch_size
     run = measured(meshed.plan, times, batch_size=batch, schedule="flush")
-    write_measured(run, tmp_path / "run" / "measured.json")
+    write_measured(run, folder / "run" / "measured.json")
     words = ["pd-optimize", "graph.txt", "--calibrate", "run", "-o", "again"]
-    done = typed(tmp_path, words)
+    done = typed(folder, words)
     assert done.code == 0, done.error
     assert "The plan of run" in done.out
     assert "predicted now" in done.out
