@@ -59,7 +59,7 @@ def main(out: Path, clusters: tuple[str, ...], rate: str, turns: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.yaml").write_text(json.dumps(CONFIG))
     if not (out / "graph.txt").exists():
-        call("pd-profile", out / "run.yaml", "-o", out, "--repeats", 5)
+        call("pd-profile", out / "run.yaml", "-o", out, "--repeats", 5, "--shards", 2)
     rows = [
         {"cluster": name, "turn": turn, **row}
         for name in clusters
