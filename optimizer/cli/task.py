@@ -27,6 +27,7 @@ from pipedream.optimizer.cost.memory import ROOM_ON_GPU
 from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL, CostModel
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.groups import classes_of, fusion_groups
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
@@ -413,7 +414,7 @@ def _groups(
     option = "--split" if options.split is not None else "--replicas"
     if options.split is not None or options.replicas is not None:
         raise UserError(f"{option} says what the stages are: leave out --group {options.group}")
-    return fusion_groups(graph, classes_of(graph, operators))
+    return fusion_groups(PlanningGraph.of(graph), classes_of(graph, operators))
 
 
 def _with_schedule(options: Options) -> Options:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operator_class import OperatorClass, class_of_layer
 from pipedream.graph.placements.operators import OperatorProfile
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.sharding.operator_class import class_of
 
 COMPLICATED = OperatorClass.COMPLICATED
@@ -43,30 +44,33 @@ class _Group:
 
 
 def fusion_groups(
-    graph: Graph, classes: Mapping[str, OperatorClass]
+    graph: PlanningGraph, classes: Mapping[str, OperatorClass]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns the groups of all nodes but the model's inputs, each in the order of the graph, in
-    the order of their exits.
+    """Returns the groups of the nodes to divide, each in the order of the graph, in the order of
+    their exits.
     """
-    inputs = {n for n, node in graph.nodes.items() if node.is_input and not graph.predecessors[n]}
-    order = [name for name in graph.order if name not in inputs]
+    readers = {
+        name: [graph.names[reader] for reader in own]
+        for name, own in zip(graph.names, graph.consumers, strict=True)
+    }
     of_node: dict[str, _Group] = {}
-    # group(n) = the one group of all readers of n, unless both have an anchor or it has one and n
-    # could follow an anchor of its own; else a new one, of which n is the exit
-    for name in reversed(order):
-        reader = _only_reader(graph.successors[name], of_node)
+    # group(n) = the one group of all readers of n, unless that has an anchor, as n may follow one
+    # of its own; else a new one, of which n is the exit
+    for name in reversed(graph.names):
+        reader = _only_reader(readers[name], of_node)
         if reader is None or reader.anchored:
             reader = _Group()
         _join(reader, [name], classes[name] == COMPLICATED, of_node)
     # what follows no anchor and is read by one group alone goes before the anchor of that
-    for name in reversed(order):
+    for name in reversed(graph.names):
         group = of_node[name]
-        reader = None if group.members[0] != name else _only_reader(graph.successors[name], of_node)
+        reader = None if group.members[0] != name else _only_reader(readers[name], of_node)
         if reader is not None and not (reader.anchored and group.anchored):
             _join(reader, group.members, group.anchored, of_node)
-    place = {name: number for number, name in enumerate(order)}
-    exits = [name for name in order if of_node[name].members[0] == name]
-    return tuple(tuple(sorted(of_node[exit].members, key=place.__getitem__)) for exit in exits)
+    exits = [name for name in graph.names if of_node[name].members[0] == name]
+    return tuple(
+        tuple(sorted(of_node[exit].members, key=graph.position.__getitem__)) for exit in exits
+    )
 
 
 def _only_reader(readers: Sequence[str], of_node: Mapping[str, _Group]) -> _Group | None:

@@ -60,11 +60,11 @@ class PlanningGraph:
             getitem = graph.nodes[name].description.startswith("__getitem__")
             if getitem and name not in inputs and not consumed:
                 unread.add(name)
-        exit_of = {name: own[-1] for own in groups for name in own if name not in unread}
-        inner = {name for name, exit in exit_of.items() if name != exit}
-        names = tuple(name for name in graph.order if name not in inputs | unread | inner)
+        inner = {name: own[-1] for own in groups for name in own[:-1]}
+        left_out = inputs | unread | inner.keys()
+        names = tuple(name for name in graph.order if name not in left_out)
         follows: dict[str, str | None] = dict.fromkeys(inputs)
-        follows |= {name: exit_of[name] for name in inner}
+        follows |= inner
         for name in graph.order:
             if name in unread:
                 producer = graph.predecessors[name][0] if graph.predecessors[name] else None
@@ -92,8 +92,7 @@ class PlanningGraph:
     @cached_property
     def members(self) -> tuple[tuple[str, ...], ...]:
         """The nodes of the graph in each, the exit last."""
-        unread = self.follows.keys() - {name for own in self.groups for name in own[:-1]}
-        known = {own[-1]: tuple(n for n in own if n not in unread) for own in self.groups}
+        known = {own[-1]: own for own in self.groups}
         return tuple(known.get(name, (name,)) for name in self.names)
 
     @cached_property

@@ -58,17 +58,11 @@ def device_work(views: Views, division: Division) -> tuple[dict[Pass, float], Co
     messages: Counter[Pass] = Counter()
     for name, node in views.priced(division).graph.nodes.items():
         own = by_mesh[division.meshes[stage_of[name]]] if name in stage_of else None
-        passes = (
-            (node.forward_seconds, whole[name].forward_seconds),
-            (
-                node.backward_seconds,
-                whole[name].backward_seconds,
-            ),
-        )
-        for backward, (seconds, undivided) in zip((False, True), passes, strict=True):
+        for backward, which in ((False, "forward_seconds"), (True, "backward_seconds")):
             key = name, backward
             shares[key] = 1.0 if own is None else own.get(key, 1.0)
-            messages[key] = seconds - undivided * shares[key]  # type: ignore[assignment]
+            worked = getattr(whole[name], which) * shares[key]
+            messages[key] = getattr(node, which) - worked
     return shares, messages
 
 
@@ -79,12 +73,15 @@ def priced_again(plan: Plan, views: Views, division: Division) -> Outcome:
     trials = MeshTrials(views)
     slacks = (division._replace(slack=quarters) for quarters in range(_MOST_SLACK))
     tried = (trials.tried(each) for each in slacks)
-    found = [trial for trial in tried if trial is not None]
-    as_planned = [t for t in found if t.plan.max_in_flight == plan.max_in_flight]
-    if not found:
+    found = None
+    for trial in filter(None, tried):
+        found = found or trial
+        if trial.plan.max_in_flight == plan.max_in_flight:
+            found = trial
+            break
+    if found is None:
         raise UserError("the plan of the run takes too long to simulate: plan anew")
-    trial = (as_planned or found)[0]
-    return priced_outcome(views.priced(trial.division), trial, 0.0)
+    return priced_outcome(views.priced(found.division), found, 0.0)
 
 
 def _assignment(plan: Plan, mesh: Mesh, operators: OperatorProfile) -> Assignment:

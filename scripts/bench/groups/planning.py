@@ -46,12 +46,14 @@ def rows(
 ) -> Iterator[dict[str, object]]:
     for folder in folders:
         graph = read_graph(folder / "graph.txt")
-        groups = fusion_groups(graph, classes_of(graph, None))
-        graphs = PlanningGraph.of(graph), PlanningGraph.of(graph, groups=groups)
+        plain = PlanningGraph.of(graph)
+        groups = fusion_groups(plain, classes_of(graph, None))
+        graphs = plain, PlanningGraph.of(graph, groups=groups)
         for cluster in clusters:
             found = [planned(folder, cluster, cost_model, how) for how in ("none", "fusion")]
-            (plain, before), (grouped, after) = found
-            longer = grouped.predicted.seconds_per_minibatch / plain.predicted.seconds_per_minibatch
+            (single, before), (grouped, after) = found
+            seconds = [plan.predicted.seconds_per_minibatch for plan in (single, grouped)]
+            longer = seconds[1] / seconds[0]
             yield {
                 "model": folder.name,
                 "nodes": len(graphs[0]),

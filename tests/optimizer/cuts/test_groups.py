@@ -63,7 +63,7 @@ def drawn(edges: str) -> tuple[Graph, Mapping[str, OperatorClass]]:
 )
 def test_groups_as_drawn(edges: str, groups: str) -> None:
     graph, classes = drawn(edges)
-    found = fusion_groups(graph, classes)
+    found = fusion_groups(PlanningGraph.of(graph), classes)
     assert {frozenset(own) for own in found} == {frozenset(g.split()) for g in groups.split(", ")}
 
 
@@ -71,7 +71,7 @@ def test_groups_as_drawn(edges: str, groups: str) -> None:
 def test_groups_can_be_computed_one_after_the_other(data: st.DataObject, graph: Graph) -> None:
     kinds = st.sampled_from(list(OperatorClass))
     classes = {name: data.draw(kinds) for name in graph.nodes}
-    groups = fusion_groups(graph, classes)
+    groups = fusion_groups(PlanningGraph.of(graph), classes)
     assert sorted(name for own in groups for name in own) == sorted(graph.nodes)
     of_node = {name: number for number, own in enumerate(groups) for name in own}
     crossing = [(a, b) for a, b in graph.edges if of_node[a] != of_node[b]]
@@ -91,7 +91,8 @@ def test_groups_can_be_computed_one_after_the_other(data: st.DataObject, graph: 
 def test_plans_of_groups_are_plans_of_operators(graph: Graph, data: st.DataObject) -> None:
     """Never better than the best of these, whole in each group, and priced alike."""
     kinds = st.sampled_from(list(OperatorClass))
-    groups = fusion_groups(graph, {name: data.draw(kinds) for name in graph.nodes})
+    classes = {name: data.draw(kinds) for name in graph.nodes}
+    groups = fusion_groups(PlanningGraph.of(graph), classes)
     request = Request(graph, Cluster(machines=(3,), bandwidth=(1e8,)), PaperCost(), optimizer="sgd")
     best = optimize(request).plan
     plan = optimize(Request(**{**vars_of(request), "groups": groups})).plan
@@ -101,6 +102,20 @@ def test_plans_of_groups_are_plans_of_operators(graph: Graph, data: st.DataObjec
     assert seconds >= best.predicted.seconds_per_minibatch * (1 - 1e-9)
     if all(len(own) == 1 for own in groups):
         assert seconds == pytest.approx(best.predicted.seconds_per_minibatch)
+
+
+def test_an_output_that_nobody_reads_stays_with_what_gives_it() -> None:
+    """A model that returns the first output of an LSTM: its group ended in a node that no plan
+    divides, and planning ended in a KeyError.
+    """
+    names = {"a": "Linear(4, 4)", "b": "LSTM(4, 4)", "c": "__getitem__(0)"}
+    nodes = {n: Node(id=n, description=d, forward_seconds=1e-3) for n, d in names.items()}
+    graph = Graph(nodes, (("a", "b"), ("b", "c")))
+    plain = PlanningGraph.of(graph)
+    groups = fusion_groups(plain, {n: class_of_layer(d) for n, d in names.items()})
+    assert groups == (("a",), ("b",))
+    grouped = PlanningGraph.of(graph, groups=groups)
+    assert grouped.stage_of([[0], [1]]) == {"a": 0, "b": 1, "c": 1}
 
 
 def vars_of(request: Request) -> dict[str, object]:
