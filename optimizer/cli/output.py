@@ -94,7 +94,7 @@ def _report(planning: Planning) -> Section:
             _print_heaviest(task, sharding, plan, console)
         if task.shardings:
             _print_alone(task, plan, console)
-        if task.runs:
+        if task.calibration.runs:
             _judge(task, plan, console)
 
     def named(folder: Path) -> str:
@@ -167,9 +167,10 @@ def _print_alone(task: Task, plan: Plan, console: Console) -> None:
 
 def _judge(task: Task, plan: Plan, console: Console) -> None:
     """Prints the runs, and compares the newest run's plan with this one."""
-    run, request = task.runs[-1], task.on_operators.request
-    print_runs(task.runs, task.works, task.profiled, request.overheads, console)
-    now = task.priced(run.measured.plan, request)
+    known, request = task.calibration, task.of_devices
+    run = known.runs[-1]
+    print_runs(known.runs, known.works, task.profiled, request.overheads, console)
+    now = known.priced(run.measured.plan, request)
     print_verdict(Verdict(run, now, plan), console)
 
 

@@ -12,12 +12,11 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.placements.placement import Mesh, device_count
-from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
 from pipedream.graph.units import show_bytes
-from pipedream.optimizer.calibrate.price_plan import Price, price_plan
-from pipedream.optimizer.calibrate.runs import CalibrationRun, DividedWork, calibrated
+from pipedream.optimizer.calibrate.runs import CalibrationRun
 from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.cli.calibration import Calibration
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
 from pipedream.optimizer.cli.inputs import graph_of, has_profile, operators_of, profile_of
 from pipedream.optimizer.cli.options import Options
@@ -35,7 +34,6 @@ from pipedream.optimizer.search.split import Split, split_of
 from pipedream.optimizer.sharding.accounting import accounting, kept_bytes
 from pipedream.optimizer.sharding.boundaries import Boundaries
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
-from pipedream.optimizer.sharding.planned_views import device_work, planned_views, priced_again
 from pipedream.optimizer.sharding.table import notes
 from pipedream.optimizer.sharding.team_graph import (
     DividedStage,
@@ -51,21 +49,19 @@ from pipedream.schedule.policy import uniform_updates
 class Task:
     """What the options ask for.
 
-    `numbers`: of workers to sweep over; `profile`: of the graph, if there is one; `runs`: by which
-    the graph was calibrated, newest last; `profiled`: the graph before that, and its `batch_size`,
+    `numbers`: of workers to sweep over; `profile`: of the graph, if there is one; `calibration`:
+    by which the graph has its times; `profiled`: the graph before that, and its `batch_size`,
     None if no profile says it; `any_schedule`: whether the user leaves it open; `operators`: of
     the graph, where they can be divided; `sharding`: of them on the mesh that each worker is; then
     the graph, the footprints and the cluster of the request are those of a team, and `undivided` is
     the request for workers of one device. `views`, `division`: of a plan whose stages have meshes
-    of their own; the figures of the request are those of the division's stages. `works`: of each of
-    the `runs` what devices of its meshes did, None of those without; `run_operators`:
-    those of the graph, if there are any.
+    of their own; the figures of the request are those of the division's stages.
     """
 
     request: Request
     numbers: range | None
     profile: Profile | None
-    runs: Sequence[CalibrationRun]
+    calibration: Calibration
     profiled: Graph
     batch_size: int | None
     any_schedule: bool = False
@@ -74,8 +70,6 @@ class Task:
     undivided: Request | None = None
     views: Views | None = None
     division: Division | None = None
-    works: Sequence[DividedWork | None] = ()
-    run_operators: OperatorProfile | None = None
 
     @property
     def of_devices(self) -> Request:
@@ -129,16 +123,6 @@ class Task:
             plan = of_leaders(plan, self.sharding)
         found = replace(outcome, plan=expand(plan, divided, self.profile))
         return with_whole_model(found, self.of_devices)
-
-    def priced(self, plan: Plan, request: Request) -> Price:
-        """What a plan of a run takes now. Raises UserError where that cannot be said."""
-        if all(stage.mesh is None for stage in plan.stages):
-            return price_plan(plan, request)
-        assert self.run_operators is not None
-        assert self.profile is not None
-        known = replace(request, cluster=plan.cluster)
-        views = planned_views(plan, known, self.run_operators, self.profile)
-        return Price.recorded_in(priced_again(plan, *views).plan)
 
     @property
     def shardings(self) -> tuple[ModelSharding, ...]:
@@ -210,55 +194,18 @@ def make_task(options: Options) -> Task:
         split=_split(options, profiled, profile),
         groups=_groups(options, profiled, operators),
     )
-    on_meshes = _run_operators(runs, profiled, options, profile)
-    works = [_work(run, request, on_meshes, profile) for run in runs]
-    if runs:
-        request = replace(request, graph=calibrated(profiled, runs, profile, overheads, works))
+    calibration = Calibration.of(runs, request, options, profile)
+    request = calibration.corrected(request)
     _check_room(request)
     any_schedule = options.schedule is None and latency is None and not options.weight_prediction
     batch_size = None if profile is None else profile.batch_size
     task = Task(
-        *(request, numbers, profile, runs, profiled, batch_size, any_schedule),
+        *(request, numbers, profile, calibration, profiled, batch_size, any_schedule),
         operators=operators,
-        works=works,
-        run_operators=on_meshes,
     )
     if options.mesh is None:
         return task
     return task.on_mesh(parse_mesh(options.mesh), options.shard, options.intra_op)
-
-
-def _run_operators(
-    runs: Sequence[CalibrationRun], graph: Graph, options: Options, profile: Profile | None
-) -> OperatorProfile | None:
-    """Returns the operators of the graph if any of the runs had divided them. Raises UserError."""
-    on_mesh = (r for r in runs if any(s.mesh is not None for s in r.measured.plan.stages))
-    if (run := next(on_mesh, None)) is None:
-        return None
-    operators = None if profile is None else operators_of(options)
-    if operators is None or operators.fingerprint != graph.fingerprint:
-        raise UserError(
-            f"--calibrate {run.folder}: its stages were on meshes of devices, and there is no"
-            f" {options.graph_path.with_name('operators.json')} of this graph: pd-profile writes it"
-            " with graph.txt"
-        )
-    return operators
-
-
-def _work(
-    run: CalibrationRun,
-    request: Request,
-    operators: OperatorProfile | None,
-    profile: Profile | None,
-) -> DividedWork | None:
-    """Returns what devices of a run's meshes did of each node; None of a run without."""
-    plan = run.measured.plan
-    if all(stage.mesh is None for stage in plan.stages):
-        return None
-    assert operators is not None
-    assert profile is not None
-    known = replace(request, cluster=plan.cluster)
-    return DividedWork(*device_work(*planned_views(plan, known, operators, profile)))
 
 
 def with_fitting_mesh(options: Options) -> Options:

@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).parent.parent / "emulated"))
 
 from efficiency import call
 from forked import run_ranks
+from gain import stages
 from launched import launch
 from measured_cluster import measure_cluster
 from network import EmulatedNetwork
@@ -86,10 +87,7 @@ def measured(out: Path, name: str, rate: float, turns: int) -> list[dict[str, ob
             taken = trained(out, folder / method, plan, cluster, turn)
             expected = plan.predicted.seconds_in_a_run
             row |= {method: f"{taken * 1e3:.1f} ms", f"of {method}": f"{taken / expected - 1:+.1%}"}
-            row[f"{method} is"] = " + ".join(
-                f"{len(s.ranks)}" + (f" ({'x'.join(map(str, s.mesh))})" if s.mesh else "")
-                for s in plan.stages
-            )
+            row[f"{method} is"] = stages(plan)
             row[f"seconds {method}"] = taken
         row["gain"] = f"{row.pop('seconds none') / row.pop('seconds auto'):.2f}"  # type: ignore[operator]
         found.append(row)

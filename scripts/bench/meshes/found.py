@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import yaml
 sys.path.append(str(Path(__file__).parents[1]))
 
 from efficiency import call
+from gain import measure_network, optimizer, stages
 
 from pipedream.graph.plan import Plan, read_plan
 
@@ -117,21 +117,16 @@ def profile(folder: Path, case: dict[str, Any]) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    programs = Path(sys.executable).parent
-    launcher = [programs / "torchrun", "--nproc-per-node", "2", "--no-python"]
-    network = [programs / "pd-profile", folder / "run.yaml", "--network", "-o", folder / "network"]
-    words = list(map(str, [*launcher, *network]))
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    measure_network(folder)
     call("pd-profile", folder / "run.yaml", "-o", folder, "--workers", 2, "--shards", 2)
 
 
 def measured(name: str, folder: Path, turns: int) -> list[dict[str, Any]]:
     config = yaml.safe_load((folder / "run.yaml").read_text())
-    optimizer = "adam" if config["optimizer"]["name"] == "AdamW" else "sgd"
     plans: dict[str, Plan] = {}
     for method in ("none", "auto"):
         cluster = ("--cluster", folder / "network" / "cluster.yaml", "--intra-op", method)
-        round_ = ("--schedule", "flush", "--microbatches", 2, "--optimizer", optimizer)
+        round_ = ("--schedule", "flush", "--microbatches", 2, "--optimizer", optimizer(config))
         call("pd-optimize", folder / "graph.txt", *cluster, *round_, "-o", folder / method)
         plans[method] = read_plan(folder / method / "plan.json")
     return [_row(name, folder, plans, turn) for turn in range(turns)]
@@ -149,10 +144,7 @@ def _row(name: str, folder: Path, plans: dict[str, Plan], turn: int) -> dict[str
         expected = plan.predicted.seconds_in_a_run
         row[method] = f"{seconds[method] * 1e3:.1f} ms"
         row[f"of {method}"] = round(100 * (seconds[method] / expected - 1), 1)
-        row[f"{method} is"] = " + ".join(
-            f"{len(s.ranks)}" + (f" ({'x'.join(map(str, s.mesh))})" if s.mesh else "")
-            for s in plan.stages
-        )
+        row[f"{method} is"] = stages(plan)
     row["gain"] = round(seconds["none"] / seconds["auto"], 3)
     return row
 

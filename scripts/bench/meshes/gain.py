@@ -69,9 +69,7 @@ def measured(model: str, folder: Path) -> Iterator[dict[str, str]]:
     case = CASES[model]
     config = {"format": "pipedream-run/1", "microbatches": 1, **case["config"]}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    launcher = [program("torchrun"), "--nproc-per-node", "2", "--no-python", program("pd-profile")]
-    network = [*launcher, folder / "run.yaml", "--network", "-o", folder / "network"]
-    subprocess.run(list(map(str, network)), check=True, stdout=subprocess.DEVNULL)
+    measure_network(folder)
     call("pd-profile", folder / "run.yaml", "-o", folder, "--workers", 2, "--repeats", 10)
     shards = [word for text in case["shards"] for word in ("--shard", text)]
     round_ = ("--schedule", "flush", "--microbatches", 1, "--optimizer", optimizer(config))
@@ -84,8 +82,24 @@ def measured(model: str, folder: Path) -> Iterator[dict[str, str]]:
         yield row(runs, *(read_plan(folder / plan / "plan.json") for plan in ("one", "two")))
 
 
+def measure_network(folder: Path) -> None:
+    """Of two processes beside the passes of run.yaml, in FOLDER/network."""
+    launcher = [program("torchrun"), "--nproc-per-node", "2", "--no-python", program("pd-profile")]
+    network = [*launcher, folder / "run.yaml", "--network", "-o", folder / "network"]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(list(map(str, network)), check=True, **silent)
+
+
 def program(name: str) -> Path:
     return Path(sys.executable).with_name(name)
+
+
+def stages(plan: Plan) -> str:
+    """The devices of each stage, and its mesh: `2 + 4 (2x2)`."""
+    return " + ".join(
+        f"{len(s.ranks)}" + (f" ({'x'.join(map(str, s.mesh))})" if s.mesh else "")
+        for s in plan.stages
+    )
 
 
 def optimizer(config: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import click
 import pandas as pd
+from gain import stages
 
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.optimizer.cli.command import main as optimize
@@ -57,10 +58,7 @@ def rows(
                 "none": f"{before * 1e3:.3f} ms",
                 "auto": f"{after * 1e3:.3f} ms",
                 "gain": round(before / after, 3),
-                "stages": " + ".join(
-                    f"{len(s.ranks)}" + (f" ({'x'.join(map(str, s.mesh))})" if s.mesh else "")
-                    for s in auto.stages
-                ),
+                "stages": stages(auto),
             }
 
 

@@ -95,3 +95,24 @@ def test_the_plan_is_judged_by_its_run(folder: Path, meshed: Meshed) -> None:
     assert done.code == 0, done.error
     assert "The plan of run" in done.out
     assert "predicted now" in done.out
+
+
+def test_a_run_may_have_cut_what_is_a_group_now(folder: Path, meshed: Meshed) -> None:
+    """Its stages were taken for those of whole groups."""
+    (folder / "cut").mkdir()
+    batch = meshed.profile.batch_size
+    run = measured(meshed.plan, meshed.passes(3.0), batch_size=batch, schedule="flush")
+    write_measured(run, folder / "cut" / "measured.json")
+    words = [str(folder / "graph.txt"), "--calibrate", str(folder / "cut")]
+    words += ["--schedule", "flush", "--microbatches", "2"]
+
+    def task(*more: str) -> Task:
+        return make_task(typed_options(main.make_context("pd-optimize", [*words, *more])))
+
+    plain, grouped = task(), task("--group", "fusion")
+    assert len(grouped.of_devices.planning) < len(plain.of_devices.planning)
+    assert grouped.of_devices.graph == plain.of_devices.graph
+    plan = meshed.plan
+    assert grouped.calibration.priced(plan, grouped.of_devices) == plain.calibration.priced(
+        plan, plain.of_devices
+    )
