@@ -17,6 +17,8 @@ from pipedream.graph.profile import Profile
 from pipedream.optimizer.calibrate.runs import CalibrationRun, DividedWork, calibrated
 from pipedream.optimizer.cli.command import main, typed_options
 from pipedream.optimizer.cli.task import Task, make_task
+from pipedream.optimizer.cuts.groups import classes_of, fusion_groups
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.sharding.planned_views import device_work, planned_views, priced_again
 
 
@@ -99,9 +101,12 @@ def test_the_plan_is_judged_by_its_run(folder: Path, meshed: Meshed) -> None:
 
 def test_a_run_may_have_cut_what_is_a_group_now(folder: Path, meshed: Meshed) -> None:
     """Its stages were taken for those of whole groups."""
+    graph = meshed.task.profiled
+    groups = fusion_groups(PlanningGraph.of(graph), classes_of(graph, meshed.task.operators))
+    inner = next(own[-1] for own in groups if len(own) > 1)
+    plan = planned(folder, "--machines", "4", "--mesh", "2", "--split", inner, name="inside")
+    run = measured(plan, [(3, 6), (6, 3)], batch_size=meshed.profile.batch_size, schedule="flush")
     (folder / "cut").mkdir()
-    batch = meshed.profile.batch_size
-    run = measured(meshed.plan, meshed.passes(3.0), batch_size=batch, schedule="flush")
     write_measured(run, folder / "cut" / "measured.json")
     words = [str(folder / "graph.txt"), "--calibrate", str(folder / "cut")]
     words += ["--schedule", "flush", "--microbatches", "2"]
@@ -112,7 +117,5 @@ def test_a_run_may_have_cut_what_is_a_group_now(folder: Path, meshed: Meshed) ->
     plain, grouped = task(), task("--group", "fusion")
     assert len(grouped.of_devices.planning) < len(plain.of_devices.planning)
     assert grouped.of_devices.graph == plain.of_devices.graph
-    plan = meshed.plan
-    assert grouped.calibration.priced(plan, grouped.of_devices) == plain.calibration.priced(
-        plan, plain.of_devices
-    )
+    prices = [each.calibration.priced(plan, each.of_devices) for each in (plain, grouped)]
+    assert prices[0] == prices[1]
