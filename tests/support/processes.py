@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,34 @@ _PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
-    """One that nobody has, nor is given before it is used: below those that connections of other
-    tests get by themselves, and another for each call of each worker of pytest.
+    """One that nobody has, nor is given before it is used: below those that connections get by
+    themselves, and from a block that this process alone gives ports from.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    for port in itertools.islice(_PORTS, 1_000):
+    first, _ = _block()
+    for port in itertools.islice(_PORTS, _BLOCK):
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", 10_000 + 1_000 * (worker % 10) + port))
-            return int(probe.getsockname()[1])
+            probe.bind(("127.0.0.1", first + port))
+            return first + port
     raise AssertionError("no port is free")
 
 
-_PORTS = itertools.cycle(range(1_000))
+@cache
+def _block() -> tuple[int, socket.socket]:
+    """The first port of a block, which is kept bound: a sign for others, in other runs of the tests
+    on this machine, too.
+    """
+    for first in range(10_000, 32_000, _BLOCK):
+        guard = socket.socket()
+        with suppress(OSError):
+            guard.bind(("127.0.0.1", first))
+            return first, guard
+        guard.close()
+    raise AssertionError("no block of ports is free")
+
+
+_BLOCK = 200
+
+_PORTS = itertools.cycle(range(1, _BLOCK))
 
 
 def run_processes(
