@@ -71,7 +71,8 @@ _GROUPS = {
         option(
             "--shards N,N,...",
             "Time what one of so many devices has of each operator, where they divide it among"
-            " them: 2,4,8 for pd-optimize --mesh.  [default: they are taken to divide evenly]",
+            " them: 2,4,8; with none they are taken to divide evenly.  [default: 2, of those that"
+            " take most of the time]",
         ),
         option(
             "--warmup N",
@@ -173,7 +174,7 @@ def _measurement(
     from pipedream.profiler.measure import Settings, measure
     from pipedream.profiler.timing.stopping_rule import StoppingRule
 
-    shards = () if options["shards"] is None else _shards(options["shards"])
+    shards = None if options["shards"] is None else _shards(options["shards"])
     model, meta, device = options["model"], options["meta"], _device(options["device"])
     rule = StoppingRule(options["warmup"], options["repeats"], options["seconds"])
 
@@ -246,11 +247,13 @@ def _argument(text: str) -> tuple[str, Any]:
 
 
 def _shards(text: str) -> tuple[int, ...]:
-    """Reads `2,4,8`. Raises UserError."""
+    """Reads `2,4,8`, or `none`. Raises UserError."""
+    if text == "none":
+        return ()
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"--shards {text}: give numbers of devices, as 2,4,8") from None
+        raise UserError(f"--shards {text}: give numbers of devices, as 2,4,8, or none") from None
     if min(counts) < 2:
         raise UserError(f"--shards {text}: {min(counts)} is no division: give 2 or more")
     return tuple(sorted(set(counts)))

@@ -67,7 +67,7 @@ class Settings:
 
     `meta`: the model has no memory, and only one node at a time gets some. `workers`: the processes
     that run the model at the same time, including this one. `shards`: the numbers of devices for
-    which local operators are timed.
+    which local operators are timed; None for two, of the operators that take most.
     """
 
     model: str
@@ -78,7 +78,7 @@ class Settings:
     threads: int
     meta: bool = False
     workers: int = 1
-    shards: tuple[int, ...] = ()
+    shards: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

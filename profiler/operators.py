@@ -35,12 +35,13 @@ def profile_operators(
     graph: Graph,
     loss: LossEnd | None = None,
     target: Target | None = None,
-    shards: Sequence[int] = (),
+    shards: Sequence[int] | None = None,
 ) -> OperatorProfile:
     """Traces the passes on inputs such as these (in the order of `captured.inputs`) and divides the
     times of the nodes of `graph` among the operators. `precision`: the context of the forward pass,
     which is entered twice. The passes end in the `loss`, if it can be traced. `shards`: numbers of
-    devices for which the operators that one of them would have are timed, too.
+    devices for which the operators that one of them would have are timed, too; None for two, of the
+    operators that take most.
 
     Raises CannotDivide, with one line, if the passes cannot be had as one graph.
     """

@@ -2,8 +2,10 @@
 
 Small operators do not divide evenly: half a product may take more than half the time. Where the
 whole operator and the local one were timed in the same way (`pd-profile --shards`), their ratio
-says so; else a device takes the part of the work that it has. Only shards divide work: of an
-operator whose inputs are terms of a sum, each device does all there is to do.
+says so. Where only its half was timed, what half an operator takes more than half of the time does
+not divide, among however many devices. Else a device takes the part of the work that it has. Only
+shards divide work: of an operator whose inputs are terms of a sum, each device does all there is to
+do.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from pipedream.sharding.rules.strategy import Strategy
 class LocalTimes:
     seconds: Mapping[Operator, float] = field(default_factory=dict)
     """Of whole and of local operators, timed in the same way."""
+    _halves: dict[tuple[Operator, Strategy], tuple[float, float] | None] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @staticmethod
     def of(timed: Iterable[TimedOperator]) -> LocalTimes:
@@ -41,7 +46,28 @@ class LocalTimes:
             own = self.seconds.get(local)
             if own is not None:
                 return own / whole
+            return self._as_halves(operator, strategies, mesh)
         return largest_share(operator, strategies, mesh)
+
+    def _as_halves(self, operator: Operator, strategies: Sequence[Strategy], mesh: Mesh) -> float:
+        """Returns the share of what was not timed, after what was of its halves along each axis."""
+        even = largest_share(operator, strategies, mesh)
+        pairs = [half for each in strategies if (half := self._half(operator, each))]
+        if not pairs:
+            return even
+        more = max(taken - part for taken, part in pairs)
+        return even + more if more > 0 else even * max(taken / part for taken, part in pairs)
+
+    def _half(self, operator: Operator, strategy: Strategy) -> tuple[float, float] | None:
+        """Returns the share of one of two devices, as timed and by its part; None if unknown."""
+        key = operator, strategy
+        if key not in self._halves:
+            local, part = local_operator(operator, strategy, 2, 0), None
+            if local != operator and local in self.seconds:
+                taken = self.seconds[local] / self.seconds[operator]
+                part = taken, largest_share(operator, (strategy,), (2,))
+            self._halves[key] = part
+        return self._halves[key]
 
 
 def largest_share(operator: Operator, strategies: Sequence[Strategy], mesh: Mesh) -> float:

@@ -254,7 +254,7 @@ class OperatorProfile(ArtifactModel):
     """By the name of a call, on one device; those of a node add up to its passes in graph.txt."""
     local_seconds: tuple[TimedOperator, ...] = Field(default=())
     """Of what devices have of divided operators, and of the whole ones timed in the same way: their
-    ratios tell what dividing saves. Empty without `pd-profile --shards`.
+    ratios tell what dividing saves. Empty with `pd-profile --shards none`.
     """
     undivided: dict[str, str] = Field(default={})
     """By target, of operators that no rule knows: why no way to divide them was found."""

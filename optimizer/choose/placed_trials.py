@@ -51,12 +51,16 @@ class PlacedTrials(Trials[Trial]):
                 best = other
         return best
 
-    def priced(self, division: Division) -> Request:
-        """The request with the times and sizes that the nodes have in this division."""
+    def priced(self, division: Division) -> Request | None:
+        """The request with the times and sizes that the nodes have in this division; None where
+        finding them out would take too long.
+        """
         return self.request
 
     def make(self, division: Division, within: float) -> Trial | None:
         request = self.priced(division)
+        if request is None:
+            return None
         cuts, placed = division.cuts(request.planning), division.placed(request.cluster)
         limited = request.constrains_stages(request.device_types)
         memory = request.memory_model(cuts) if limited else None

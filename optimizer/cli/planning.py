@@ -27,7 +27,7 @@ from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.sharding.least_work import least_seconds
-from pipedream.optimizer.sharding.mesh_search import MeshTrials, best_division, outcome_of, start
+from pipedream.optimizer.sharding.mesh_search import best_plan, outcome_of, start
 from pipedream.optimizer.sharding.meshes import are_alike, meshes
 from pipedream.optimizer.sharding.table import beside
 from pipedream.optimizer.sharding.views import Views
@@ -183,11 +183,12 @@ def _mixed(
     starts = [start(plan, number, views) for number, plan in enumerate(plans, start=1)]
     if not isinstance(plain, UserError):
         starts.append(start(plain.outcome.plan, 0, views))
-    trials = MeshTrials(views)
-    trial = best_division(trials, starts)
-    if trial is None or not any(trial.division.meshes):
-        return None
     assert task.operators is not None
+    assert task.profile is not None
+    chosen = best_plan(views, task.profile, starts)
+    if chosen is None or not any(chosen.trial.division.meshes):
+        return None
+    trial, views = chosen.trial, chosen.views
     request, outcome = outcome_of(trial, views, least_seconds(alone, task.operators))
     most_moves = MOST_MOVES if options.timeline else QUICK_MOVES
     simulation = request.simulate(outcome.plan, most_moves)
@@ -199,7 +200,7 @@ def _mixed(
         plan=plan,
         schedules=others.schedules,
         notes=others.notes,
-        considered=trials.plans + sum(each.outcome.considered for each in found),
+        considered=chosen.plans + sum(each.outcome.considered for each in found),
     )
     solved = replace(task, request=request, undivided=alone, views=views, division=trial.division)
     return Planning(options, solved, solved.expanded(outcome), simulation)

@@ -27,7 +27,8 @@ _SWEEPS = 20
 class Sharding:
     """`seconds` of a minibatch on each device, as `StageProblem` counts, and a `bound` that no
     sharding of the graph on the mesh takes less than. `tied`: seconds of the best one that is the
-    same for all equal layers (`ties`), if that was found.
+    same for all equal layers (`ties`), if that was found. `of_stages`: of a model's stages on the
+    mesh, each by itself.
     """
 
     assignment: Assignment
@@ -35,6 +36,7 @@ class Sharding:
     seconds: float
     bound: float
     tied: float | None = None
+    of_stages: bool = False
 
     @property
     def gap(self) -> float:

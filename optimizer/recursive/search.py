@@ -11,7 +11,8 @@ What MindSpore knows of a layer, that the sum over its batch is one of gradients
 the graph of both passes: products over the same indices are one family (`graph.py`).
 
 An axis of 2^k devices is k halvings that are the same, so it is decided at once: on a mesh
-(2, 2, ..., 2) all halvings are free.
+(2, 2, ..., 2) all halvings are free. One that finds all as the last one did, on the same links,
+decides the same.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pipedream.graph.placements.placement import Mesh, Placement, Placements, Sh
 from pipedream.graph.placements.requests import Requests, requested_values
 from pipedream.optimizer.recursive.graph import HalvingGraph
 from pipedream.optimizer.recursive.kernel import Moves, decide
-from pipedream.optimizer.recursive.options import Ints, OptionTable, given_state
+from pipedream.optimizer.recursive.options import Floats, Ints, OptionTable, given_state
 from pipedream.sharding.assignment import Assignment, LinkedMesh
 from pipedream.sharding.axis import chunk_numbers, results
 
@@ -85,10 +86,15 @@ class RecursiveSearch:
         work = np.zeros(len(products))
         work[len(work) - len(timed) :] = timed
         chosen = np.zeros((len(states), len(mesh.sizes)), np.int64)
+        before: tuple[Ints, Floats, int, Link] | None = None
         for axis, (devices, link) in enumerate(zip(mesh.sizes, mesh.links, strict=True)):
             rows = _each(states, partial(table.row, devices=devices))
             for node, its in placements.items():
                 rows[node] = table.row(int(states[node]), devices, its[axis])
+            if before is not None and _alike(before, (rows, work, devices, link)):
+                chosen[:, axis] = chosen[:, axis - 1]
+                continue
+            before = rows, work, devices, link
             arrays = table.arrays()
             parts, rounds = table.moves(devices)
             latency = float(link.seconds(1)) if seconds else 0.0
@@ -129,13 +135,14 @@ class RecursiveSearch:
 
     def _assignment(self, mesh: LinkedMesh, table: OptionTable, chosen: Ints) -> Assignment:
         """`chosen`: the options by node and axis."""
-        rows, of_node = np.unique(chosen, axis=0, return_inverse=True)
-        distinct = [tuple(table.strategies[option] for option in row) for row in rows.tolist()]
+        known: dict[bytes, int] = {}
+        numbers = [known.setdefault(row.tobytes(), len(known)) for row in chosen]
+        rows = (np.frombuffer(row, np.int64).tolist() for row in known)
+        distinct = [tuple(table.strategies[option] for option in row) for row in rows]
         outputs = [
             tuple(zip(*(each.outputs for each in strategies), strict=True))
             for strategies in distinct
         ]
-        numbers = of_node.reshape(-1).tolist()
         placed = {
             value: outputs[number][slot]
             for node, number in zip(self._halving.nodes, numbers, strict=True)
@@ -166,8 +173,19 @@ def parts(call: OperatorCall, assignment: Assignment) -> tuple[tuple[int, ...], 
 
 def _each(numbers: Ints, function: Callable[[int], int]) -> Ints:
     """Returns the function of all numbers, which is called once for each distinct one."""
-    distinct, places = np.unique(numbers, return_inverse=True)
-    return np.array([function(number) for number in distinct.tolist()], np.int64)[places]
+    distinct = np.flatnonzero(np.bincount(numbers))
+    table = np.zeros(len(numbers) and int(distinct[-1]) + 1, np.int64)
+    table[distinct] = [function(number) for number in distinct.tolist()]
+    return table[numbers]
+
+
+def _alike(one: tuple[Ints, Floats, int, Link], other: tuple[Ints, Floats, int, Link]) -> bool:
+    """Tells whether an axis has the rows, seconds of work, devices and link of another."""
+    return (
+        one[2:] == other[2:]
+        and bool((one[0] == other[0]).all())
+        and bool((one[1] == other[1]).all())
+    )
 
 
 def _seconds_per_byte(link: Link) -> float:

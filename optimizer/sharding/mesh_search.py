@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from pipedream.graph.plan import Plan
+from pipedream.graph.profile import Profile
 from pipedream.optimizer.choose.candidates import data_parallel
 from pipedream.optimizer.choose.chooser import priced_outcome
 from pipedream.optimizer.choose.division import Division
@@ -16,6 +18,7 @@ from pipedream.optimizer.choose.trial import Trial
 from pipedream.optimizer.search.outcome import Outcome, placed_outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.sharding.mesh_steps import MeshSteps
+from pipedream.optimizer.sharding.stage_divisions import StageDivisions
 from pipedream.optimizer.sharding.views import Views
 
 _BUDGET = 200_000
@@ -35,12 +38,28 @@ class MeshTrials(PlacedTrials):
         super().__init__(views.request)
         self.views = views
 
-    def priced(self, division: Division) -> Request:
-        return self.views.priced(division)
+    def priced(self, division: Division) -> Request | None:
+        own = self.views_of(division)
+        return None if own is None else own.priced(division)
+
+    def views_of(self, division: Division) -> Views | None:
+        """How the division sees the model; None where finding that out would take too long."""
+        return self.views
 
     def _passes(self, division: Division) -> float:
         """Seconds are only known once it is priced."""
         return 0.0
+
+
+class DividedTrials(MeshTrials):
+    """The same with the operators of each stage divided for it."""
+
+    def __init__(self, stages: StageDivisions) -> None:
+        super().__init__(stages.views)
+        self.stages = stages
+
+    def views_of(self, division: Division) -> Views | None:
+        return self.stages.of(division)
 
 
 def start(plan: Plan, mesh: int, views: Views) -> Division:
@@ -50,13 +69,39 @@ def start(plan: Plan, mesh: int, views: Views) -> Division:
     return found._replace(ranks=ranks, meshes=(mesh,) * len(ranks))
 
 
-def best_division(trials: MeshTrials, starts: Sequence[Division]) -> Trial | None:
-    """The fastest division found from these; None if none of them can be simulated and fits."""
+class Found(NamedTuple):
+    """The best division, how it sees the model, and how many plans were made."""
+
+    trial: Trial
+    views: Views
+    plans: int
+
+
+def best_plan(views: Views, profile: Profile, starts: Sequence[Division]) -> Found | None:
+    """The fastest division found from these: first with the operators of the whole model divided,
+    then from the best with those of each stage. None if none of them can be simulated and fits.
+    """
+    trials = MeshTrials(views)
+    found = best_divisions(trials, starts)
+    again = DividedTrials(StageDivisions(views, profile))
+    better = best_divisions(again, list(dict.fromkeys(each.division for each in found)))
+    plans = trials.plans + again.plans
+    if better and better[0].seconds < found[0].seconds * (1 - _BETTER):
+        own = again.views_of(better[0].division)
+        assert own is not None
+        return Found(better[0], own, plans)
+    return Found(found[0], views, plans) if found else None
+
+
+def best_divisions(trials: MeshTrials, starts: Sequence[Division]) -> list[Trial]:
+    """The fastest divisions found from these, the best first; none if none of these can be
+    simulated and fits.
+    """
     views, request = trials.views, trials.request
     tried = (trials.tried(division) for division in starts)
     fitting = [trial for trial in tried if trial is not None and trial.fits]
     if not fitting:
-        return None
+        return []
     fitting.sort(key=lambda trial: trial.seconds)
     around = MeshSteps(request.planning, request.cluster, [each.devices for each in views.views])
 
@@ -67,7 +112,8 @@ def best_division(trials: MeshTrials, starts: Sequence[Division]) -> Trial | Non
     climbed = [climb(each, trials, steps, trials.spent + _BUDGET) for each in fitting[:_STARTS]]
     most = trials.spent + _BUDGET
     explored = best_first([*climbed, *fitting], trials, around.of, most, _WORTH_EXPLORING)
-    return climb(explored, trials, steps, trials.spent + _BUDGET)
+    best = climb(explored, trials, steps, trials.spent + _BUDGET)
+    return [best, *(each for each in climbed if each is not best)]
 
 
 def outcome_of(trial: Trial, views: Views, bound: float) -> tuple[Request, Outcome]:

@@ -147,16 +147,16 @@ def proof(sharding: ModelSharding) -> str:
     if found is None:
         return ""
     mesh = " x ".join(map(str, sharding.mesh))
-    if found.gap == 0.0:
-        text = f"No other division of the whole model's operators on {mesh} devices is faster."
-        if found.tied is not None and found.seconds > 0:
-            more = max(0.0, 100 * (found.tied / found.seconds - 1))
-            text += f" The best that is the same for all equal layers costs {more:.2f} % more."
-        return text
-    return (
-        f"Another division of the whole model's operators on {mesh} devices may be faster, by"
-        f" {100 * found.gap:.1f} % at most."
-    )
+    what = f"the operators of its stages on {mesh} devices"
+    if not found.of_stages:
+        what = f"the whole model's operators on {mesh} devices"
+    if found.gap > 0.0:
+        return f"Another division of {what} may be faster, by {100 * found.gap:.1f} % at most."
+    text = f"No other division of {what} is faster."
+    if found.tied is not None and found.seconds > 0:
+        more = max(0.0, 100 * (found.tied / found.seconds - 1))
+        text += f" The best that is the same for all equal layers costs {more:.2f} % more."
+    return text
 
 
 def notes(sharding: ModelSharding, profile: Profile) -> dict[str, str]:

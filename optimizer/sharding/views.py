@@ -44,6 +44,18 @@ class Views:
         own += [View(each, teams.graph, teams.footprints) for each, teams in shardings]
         return Views(request, own, Boundaries.of([each.sharding for each in own]))
 
+    def with_shardings(self, shardings: Sequence[ModelSharding], profile: Profile) -> Views:
+        """The same with other divisions of the same operators on the same meshes."""
+        own = [self.views[0]]
+        for before, sharding in zip(self.views[1:], shardings, strict=True):
+            if sharding is before.sharding:
+                own.append(before)
+            else:
+                teams = of_teams(self.request, profile, sharding)
+                own.append(View(sharding, teams.graph, teams.footprints))
+        boundaries = replace(self.boundaries, shardings=[each.sharding for each in own])
+        return Views(self.request, own, boundaries)
+
     def priced(self, division: Division) -> Request:
         """The request with the figures that each node has on the mesh of its stage, and those of
         what crosses between stages.

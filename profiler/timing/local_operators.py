@@ -16,8 +16,8 @@ from pipedream.graph.placements.placement import Mesh
 from pipedream.profiler.timing.operator_times import time_alone, touched_bytes
 from pipedream.sharding.rules import local_operator, strategies
 
-_WORTH = 0.99
-"""Of the seconds of all operators: those that make up so much are timed."""
+_WORTH, _LIKELY = 0.99, 0.9
+"""Of the seconds of all operators: those that make up so much are timed; where nobody asked."""
 _SECONDS = 0.1
 """After so many an operator is not repeated further."""
 
@@ -25,19 +25,22 @@ _SECONDS = 0.1
 def time_local_operators(
     graph: OperatorGraph,
     seconds: Mapping[str, float],
-    shards: Sequence[int],
+    shards: Sequence[int] | None,
     device: torch.device,
 ) -> tuple[TimedOperator, ...]:
     """Returns the seconds of whole and of local operators, for so many devices.
 
-    `seconds`: of the calls of the graph, by name. What cannot be run by itself is left out.
+    `seconds`: of the calls of the graph, by name. `shards`: None for halves of those that take
+    most, as any mesh may have them. What cannot be run by itself is left out.
     """
+    worth = _LIKELY if shards is None else _WORTH
+    counts = (2,) if shards is None else shards
     of_operator: dict[Operator, float] = defaultdict(float)
     for call in graph.calls:
         of_operator[call.operator] += seconds.get(call.name, 0.0)
     wanted: dict[Operator, None] = {}
-    for operator in _worth_it(of_operator):
-        locals_ = [each for mesh in meshes(shards) for each in local_operators(operator, mesh)]
+    for operator in _worth_it(of_operator, worth):
+        locals_ = [each for mesh in meshes(counts) for each in local_operators(operator, mesh)]
         if divided := dict.fromkeys(each for each in locals_ if each != operator):
             wanted |= {operator: None, **divided}
     timed = time_alone(wanted, device, _SECONDS, touched_bytes(graph))
@@ -64,9 +67,9 @@ def local_operators(operator: Operator, mesh: Mesh) -> Iterator[Operator]:
         yield from local_operators(local_operator(operator, strategy, mesh[0], 0), mesh[1:])
 
 
-def _worth_it(seconds: Mapping[Operator, float]) -> Iterator[Operator]:
-    """Yields the operators that take longest, until they make up nearly all."""
-    enough, so_far = _WORTH * sum(seconds.values()), 0.0
+def _worth_it(seconds: Mapping[Operator, float], worth: float) -> Iterator[Operator]:
+    """Yields the operators that take longest, until they make up this part of all."""
+    enough, so_far = worth * sum(seconds.values()), 0.0
     for operator in sorted(seconds, key=lambda each: -seconds[each]):
         if so_far < enough:
             yield operator

@@ -153,10 +153,17 @@ def test_operators_take_what_their_layers_take(run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_local_operators_are_timed_if_they_are_asked_for(run: Run, tmp_path: Path) -> None:
+def test_local_operators_are_timed(run: Run, tmp_path: Path) -> None:
+    """Halves of those that take longest, or what is asked for."""
     args = ("users_net:net", "-o", "out", "--input", "3", "--batch-size", "8", "--repeats", "1")
-    assert run(*args)[0] == 0
+    assert run(*args, "--shards", "none")[0] == 0
     assert read_operators(tmp_path / "out/operators.json").local_seconds == ()
+    assert run(*args)[0] == 0
+    operators = read_operators(tmp_path / "out/operators.json")
+    timed = LocalTimes.of(operators.local_seconds).seconds
+    longest = max(operators.graph.calls, key=lambda call: operators.seconds[call.name]).operator
+    halves = {local_operator(longest, each, 2, 0) for each in strategies(longest, 2)}
+    assert {longest, *halves} <= timed.keys()
     assert run(*args, "--shards", "4,2")[0] == 0
     operators = read_operators(tmp_path / "out/operators.json")
     times = LocalTimes.of(operators.local_seconds).seconds

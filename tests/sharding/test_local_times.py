@@ -65,7 +65,7 @@ def test_measured_ratios_count_where_both_are_known() -> None:
     assert known.share(whole, (ROWS,), (2,)) == 0.75
     assert known.share(whole, (COLUMNS,), (2,)) == 0.05
     assert known.share(whole, (INNER,), (2,)) == 0.5, "not timed"
-    assert known.share(whole, (ROWS,), (4,)) == 0.25, "not timed"
+    assert known.share(whole, (INNER,), (4,)) == 0.25, "nor is its half"
     assert known.share(whole, (TERMS,), (2,)) == 1.0, "what all devices do takes what it takes"
     assert times((half, 1.5)).share(whole, (ROWS,), (2,)) == 0.5, "of the whole nothing is known"
     assert times((whole, 0.0), (half, 1.5)).share(whole, (ROWS,), (2,)) == 0.5, "no ratio to zero"
@@ -82,3 +82,15 @@ def test_the_slowest_device_has_the_largest_part() -> None:
     whole = product(9, 8, 8)
     known = times((whole, 9.0), (product(5, 8, 8), 6.0), (product(4, 8, 8), 1.0))
     assert known.share(whole, (ROWS,), (2,)) == pytest.approx(6 / 9)
+
+
+def test_what_does_not_divide_in_two_does_not_divide_further() -> None:
+    """The half by rows takes a quarter of the whole more than its part; that by columns less."""
+    whole = product(16, 16, 16)
+    known = times((whole, 2.0), (product(8, 16, 16), 1.5), (product(16, 16, 8), 0.8))
+    assert known.share(whole, (ROWS,), (4,)) == 0.25 + 0.25
+    assert known.share(whole, (ROWS,), (8,)) == 0.125 + 0.25
+    assert known.share(whole, (COLUMNS,), (4,)) == pytest.approx(0.25 * 0.8)
+    assert known.share(whole, (ROWS, COLUMNS), (2, 2)) == 0.25 + 0.25
+    assert known.share(whole, (COLUMNS, INNER), (2, 2)) == pytest.approx(0.25 * 0.8)
+    assert known.share(whole, (ROWS, WHOLE), (2, 2)) == 0.75, "that is the half itself"
