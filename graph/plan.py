@@ -321,6 +321,8 @@ class DraftPlan(ArtifactModel):
     """Whether that memory includes predicted weights."""
     batch_size: int | None = Field(default=None, ge=1)
     """Examples of the minibatch that times and memory are for, if the profile says so."""
+    compile: str | None = None
+    """torch.compile's backend that they are for; None if stages are not compiled."""
     stages: tuple[Stage, ...] = Field(min_length=1)
     """In their order."""
     predicted: Predicted

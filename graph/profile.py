@@ -211,6 +211,8 @@ class Profile(ArtifactModel):
     args: dict[str, Any]
     """The arguments of its factory."""
     batch_size: int = Field(ge=1)
+    compile: str | None = None
+    """torch.compile's backend that stages were measured with; None if they are not compiled."""
     warmup: int = Field(ge=0)
     """Passes before the first that counted."""
     repeats: int = Field(ge=1)

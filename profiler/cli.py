@@ -69,6 +69,11 @@ _GROUPS = {
             default=1,
         ),
         option(
+            "--compile BACKEND",
+            "Measure stages as torch.compile makes them: inductor, or none.  [default: the run"
+            " config's compile, else none]",
+        ),
+        option(
             "--shards N,N,...",
             "Time what one of so many devices has of each operator, where they divide it among"
             " them: 2,4,8; with none they are taken to divide evenly.  [default: 2, of those that"
@@ -185,7 +190,10 @@ def _measurement(
             loaded, used, size = _load(model, dict(args), batch_size, options["inputs"], meta)
             step("capturing", 0.0, 0.0)
             threads, workers = options["threads"], options["workers"]
-            settings = Settings(model, used, size, device, rule, threads, meta, workers, shards)
+            backend = _backend(options["compile"], loaded.compile)
+            settings = Settings(
+                *(model, used, size, device, rule, threads, meta, workers, shards, backend)
+            )
             return measure(loaded, settings, lambda part: step("timing", part, 1.0))
 
     return measure_at
@@ -257,6 +265,16 @@ def _shards(text: str) -> tuple[int, ...]:
     if min(counts) < 2:
         raise UserError(f"--shards {text}: {min(counts)} is no division: give 2 or more")
     return tuple(sorted(set(counts)))
+
+
+def _backend(asked: str | None, own: str | None) -> str | None:
+    """Returns torch.compile's backend, None for none. Raises UserError."""
+    from pipedream.capture.compiled import check_backend
+
+    backend = own if asked is None else None if asked == "none" else asked
+    if backend is not None:
+        check_backend(backend, "compile" if asked is None else f"--compile {asked}")
+    return backend
 
 
 def _make_folder(output: Path) -> None:

@@ -68,6 +68,7 @@ class Settings:
     `meta`: the model has no memory, and only one node at a time gets some. `workers`: the processes
     that run the model at the same time, including this one. `shards`: the numbers of devices for
     which local operators are timed; None for two, of the operators that take most.
+    `backend`: torch.compile's, for models whose stages will be compiled.
     """
 
     model: str
@@ -79,6 +80,7 @@ class Settings:
     meta: bool = False
     workers: int = 1
     shards: tuple[int, ...] | None = None
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,14 @@ def measure(
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
     if is_contending_process():
         with precision.computing():
-            run_contending_passes(passes(captured, inputs, settings.device))
+            run_contending_passes(passes(captured, inputs, settings.device, settings.backend))
         sys.exit()
     try:
         with precision.computing():
             kept = footprints(captured, inputs, settings.device, settings.meta)
             with contention(settings.workers - 1):
                 times = _time(captured, inputs, loaded, kept, settings, progress)
+                kept = _as_compiled(kept, times.saved_parts)
                 splits = backward_splits(captured, inputs, rule, settings.device, settings.meta)
                 updated = updates(captured, settings.device)
                 summed = gradient_sum_rate(captured, settings.device)
@@ -208,10 +211,16 @@ def _time(
     progress: Callable[[float], None],
 ) -> Times:
     """Times whole passes if they fit in memory, else node by node."""
-    stopping_rule, device = settings.stopping_rule, settings.device
+    stopping_rule, device, backend = settings.stopping_rule, settings.device, settings.backend
+    fits = not settings.meta and _needs(captured, kept) <= free_memory(device)
+    if backend is not None and not fits:
+        raise UserError(
+            f"compile: {backend}: passes are measured compiled only where whole ones fit into"
+            " memory: leave it out, with --compile none, or give a smaller --batch-size"
+        )
     if settings.meta:
         return time_per_node_fake(captured, inputs, stopping_rule, device, progress)
-    if _needs(captured, kept) > free_memory(device):
+    if not fits:
         return time_per_node(captured, inputs, stopping_rule, device, progress)
     loss = loaded.loss
     target = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), loaded.target)
@@ -222,8 +231,22 @@ def _time(
         return loss(output, target)
 
     return time_in_training(
-        captured, inputs, stopping_rule, device, loss_of if loss is not None else None, progress
+        captured,
+        inputs,
+        stopping_rule,
+        device,
+        loss_of if loss is not None else None,
+        progress,
+        backend,
     )
+
+
+def _as_compiled(kept: Mapping[str, Footprint], parts: Mapping[str, float]) -> dict[str, Footprint]:
+    """Returns what nodes save once they are compiled."""
+    return {
+        name: replace(each, saved=round(each.saved * parts.get(name, 1.0)))
+        for name, each in kept.items()
+    }
 
 
 def _ending(loaded: Loaded, captured: Captured) -> tuple[LossEnd | None, Target | None]:
@@ -248,6 +271,7 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
         model=settings.model,
         args=dict(settings.args),
         batch_size=settings.batch_size,
+        compile=settings.backend,
         warmup=times.warmup,
         repeats=times.repeats,
         pass_seconds=tuple(times.pass_seconds),

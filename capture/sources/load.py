@@ -41,7 +41,8 @@ class Loaded:
     """A model to train (`to_train`) with example inputs: call it as `model(*args, **kwargs)`.
 
     `autocast`: the lower precision to run it in. `loss`: of its output and the `target`, if known.
-    `read`: reads a minibatch by the indices of its examples, out of `examples` in total.
+    `read`: reads a minibatch by the indices of its examples, out of `examples` in total. `compile`:
+    torch.compile's backend that its run config has.
     """
 
     model: nn.Module
@@ -52,6 +53,7 @@ class Loaded:
     target: Any = None
     read: Callable[[Sequence[int]], object] | None = None
     examples: int = 0
+    compile: str | None = None
 
 
 def load(
@@ -120,6 +122,7 @@ def load_config(
         # A stream cannot be read here and there, to learn how long that takes.
         read=None if stream_of(train) else read,
         examples=len(train),
+        compile=config.compile_backend,
     )
 
 

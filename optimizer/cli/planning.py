@@ -193,7 +193,7 @@ def _mixed(
     most_moves = MOST_MOVES if options.timeline else QUICK_MOVES
     simulation = request.simulate(outcome.plan, most_moves)
     recorded = recorded_options(options, request.footprints is not None)
-    plan = outcome.plan.model_copy(update={"asked": recorded, "batch_size": task.batch_size})
+    plan = outcome.plan.model_copy(update={"asked": recorded, **task.measured_for})
     others = best.outcome
     outcome = replace(
         outcome,
@@ -231,7 +231,7 @@ def _plan_workers(task: Task, options: Options) -> Planning:
     simulation = request.simulate(outcome.plan, most_moves)
     best = outcome.plan if simulation is None else simulation.noted_in(outcome.plan)
     recorded = recorded_options(options, request.footprints is not None)
-    best = best.model_copy(update={"asked": recorded, "batch_size": task.batch_size})
+    best = best.model_copy(update={"asked": recorded, **task.measured_for})
     solved = replace(task, request=request)
     outcome = replace(outcome, plan=best, notes=(*notes, *outcome.notes))
     return Planning(options, solved, solved.expanded(outcome), simulation)

@@ -72,6 +72,12 @@ class Task:
     division: Division | None = None
 
     @property
+    def measured_for(self) -> Mapping[str, object]:
+        """The fields of a plan that say what its times are those of."""
+        compiled = None if self.profile is None else self.profile.compile
+        return {"batch_size": self.batch_size, "compile": compiled}
+
+    @property
     def of_devices(self) -> Request:
         """The request for workers of one device, under the schedule that was chosen."""
         whole = self.undivided or self.request

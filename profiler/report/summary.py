@@ -91,6 +91,10 @@ def _summary(profile: Profile) -> str:
     lines.append(
         f"Measured on {where}: median of {profile.repeats} after {profile.warmup} of warm-up."
     )
+    if profile.compile is not None:
+        lines.append(
+            f"Times and saved bytes are of parts compiled by {profile.compile}, as stages will be."
+        )
     spread_share = _spread(profile)
     if not profile.pass_seconds and spread_share > _NOISY:
         lines.append(
@@ -98,10 +102,11 @@ def _summary(profile: Profile) -> str:
             " repeat on an idle machine."
         )
     if len(profile.pass_seconds) > 1:
+        eager = "" if profile.compile is None else ", not compiled,"
         spread = Quartiles.of(profile.pass_seconds)
         lines.append(
-            f"Passes of the whole model took {show_seconds(spread.median)}; half of them between"
-            f" {show_seconds(spread.lower)} and {show_seconds(spread.upper)}."
+            f"Passes of the whole model{eager} took {show_seconds(spread.median)}; half of them"
+            f" between {show_seconds(spread.lower)} and {show_seconds(spread.upper)}."
         )
         if spread.spread > _NOISY * spread.median:
             lines.append("Noisy: passes vary by more than 10%; repeat on an idle machine.")

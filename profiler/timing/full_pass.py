@@ -3,12 +3,15 @@
 One repeat is a pass of the whole model with a mark at each node, then a pass of the same nodes in
 two, four or one stretch without marks, as stages run. The sums over nodes are fitted to the times
 of the stretches of the same repeat, so that a slow moment of the machine affects both.
+
+Compiled stages have no nodes that could be timed. Then the stretches are compiled, as stages will
+be, and each of the smallest says for its nodes what part of their times it takes.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias
@@ -28,7 +31,14 @@ from pipedream.profiler.timing.times import Times, Timing
 NodeSeconds: TypeAlias = Mapping[str, float]
 """Seconds of each node and of the loss."""
 
+_Turn: TypeAlias = tuple[NodeSeconds, NodeSeconds]
+"""Forward and backward."""
+
 _DIVISIONS = (2, 4, 1)
+_COMPILED_DIVISIONS = (6, 1)
+"""As each stretch takes a while to compile; the first says what each part of a model gains."""
+_FIRST_RUNS = 3
+"""Of a stretch that is compiled: in these it is."""
 _RECOMPUTED = 3
 """Every this many repeats, the forward pass runs once more without saving for a backward pass."""
 
@@ -40,17 +50,21 @@ def time_in_training(
     device: torch.device,
     loss: Loss | None = None,
     progress: Callable[[float], None] = lambda part: None,
+    backend: str | None = None,
 ) -> Times:
     """Times the nodes of `captured` in passes on `inputs` (in the order of `captured.inputs`).
 
     The backward pass starts at `loss`, or at random gradients of the outputs without one.
-    `progress` is called with the fraction done, from 0 to 1. Buffers are restored.
+    `progress` is called with the fraction done, from 0 to 1. `backend`: of torch.compile, if stages
+    will be compiled. Buffers are restored.
     """
     with preserve_model_state(captured), no_garbage_collection(), torch.enable_grad():
-        bench = _Bench(captured, inputs, device, loss)
+        bench = _Bench(captured, inputs, device, loss, backend)
         repeats = Repeats(stopping_rule)
         while repeats.warm(bench.warm_up()):
             pass
+        if backend is not None:  # which takes a while
+            progress(0.0)
         bench.divide()
         for number in count():
             more = repeats.go_on(bench.repeat(number))
@@ -61,38 +75,49 @@ def time_in_training(
 
 
 def passes(
-    captured: Captured, inputs: Sequence[Tensor], device: torch.device
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+    backend: str | None = None,
 ) -> Callable[[], object]:
     """Returns a function that runs the whole model forward and backward, without timing."""
-    whole = Stretch(captured, captured.working, stopwatch(device), device, marked=False)
+    watch = stopwatch(device)
+    whole = Stretch(captured, captured.working, watch, device, marked=False, backend=backend)
     values = captured.on_device(inputs, device)
     return lambda: whole.run(values)
 
 
 @dataclass(frozen=True)
 class _TimedStretch:
-    """A stretch of nodes, with forward and backward comparisons of each repeat."""
+    """A stretch of nodes; `names`: these, and the loss if it ends in that; `alone`: the number of
+    each repeat, and the seconds of its passes without marks.
+    """
 
     nodes: Sequence[str]
+    names: Sequence[str]
     stretch: Stretch
-    compared: list[tuple[Compared, Compared]] = field(default_factory=list)
+    alone: list[tuple[int, float, float]] = field(default_factory=list)
 
-    @property
-    def medians(self) -> tuple[Compared, Compared]:
-        forward, backward = zip(*self.compared, strict=True)
-        return Compared.median(forward), Compared.median(backward)
-
-    @property
-    def profiled(self) -> ProfiledStretch:
+    def compared(self, turns: Sequence[_Turn]) -> tuple[Compared, Compared]:
+        """Both passes beside the sums over its nodes in `turns`, by repeat: the medians."""
         forward, backward = (
-            Passes(summed=each.summed, measured=each.measured) for each in self.medians
+            Compared.median(
+                [
+                    Compared(sum(turns[k][which][n] for n in self.names), own[which])
+                    for k, *own in self.alone
+                ]
+            )
+            for which in (0, 1)
         )
+        return forward, backward
+
+    def profiled(self, forward: Compared, backward: Compared) -> ProfiledStretch:
         return ProfiledStretch(
             first=self.nodes[0],
             last=self.nodes[-1],
             nodes=len(self.nodes),
-            forward=forward,
-            backward=backward,
+            forward=Passes(summed=forward.summed, measured=forward.measured),
+            backward=Passes(summed=backward.summed, measured=backward.measured),
         )
 
 
@@ -100,9 +125,15 @@ class _Bench:
     """The model as one stretch and as several, and their times so far."""
 
     def __init__(
-        self, captured: Captured, inputs: Sequence[Tensor], device: torch.device, loss: Loss | None
+        self,
+        captured: Captured,
+        inputs: Sequence[Tensor],
+        device: torch.device,
+        loss: Loss | None,
+        backend: str | None = None,
     ) -> None:
         self.captured, self.device, self.loss = captured, device, loss
+        self.backend = backend
         self.inputs = captured.on_device(inputs, device)
         self.nodes = captured.working
         self.watch = stopwatch(device)
@@ -111,12 +142,12 @@ class _Bench:
         self.learned_shares = _shares(
             captured, self.nodes, lambda parameter: parameter.requires_grad
         )
-        self.turns: list[tuple[NodeSeconds, NodeSeconds]] = []
+        self.turns: list[_Turn] = []
         self.recomputed: list[NodeSeconds] = []
         self.divisions: list[list[_TimedStretch]] = []
 
     def _stretch(self, nodes: Sequence[str], marked: bool) -> Stretch:
-        return Stretch(self.captured, nodes, self.watch, self.device, marked)
+        return Stretch(self.captured, nodes, self.watch, self.device, marked, self.backend)
 
     def _by_node(self, turn: Turn) -> tuple[NodeSeconds, NodeSeconds]:
         """Times by node; the time of the call is divided by the number of parameters."""
@@ -139,13 +170,20 @@ class _Bench:
 
     def divide(self) -> None:
         """Divides the nodes into stretches by their times in the warm-up."""
+        counts = _DIVISIONS if self.backend is None else _COMPILED_DIVISIONS
         self.divisions = [
-            [
-                _TimedStretch(nodes, self._stretch(nodes, marked=False))
-                for nodes in stretches(self.captured.graph, self.nodes, self.seconds, count)
-            ]
-            for count in _DIVISIONS
+            list(self._stretches(stretches(self.captured.graph, self.nodes, self.seconds, count)))
+            for count in counts
         ]
+        for division in self.divisions if self.backend is not None else ():
+            for _ in range(_FIRST_RUNS):
+                for _timed, _turn in self._run(division):
+                    pass
+
+    def _stretches(self, division: Sequence[Sequence[str]]) -> Iterator[_TimedStretch]:
+        for nodes in division:
+            ends = [LOSS] if self.loss is not None and nodes is division[-1] else []
+            yield _TimedStretch(nodes, [*nodes, *ends], self._stretch(nodes, marked=False))
 
     def repeat(self, number: int) -> float:
         """Runs the whole model, then its stretches; returns the seconds of the whole model."""
@@ -156,22 +194,37 @@ class _Bench:
             with torch.no_grad():
                 recomputed = self.whole.run(self.inputs, self.loss)
             self.recomputed.append(self._by_node(recomputed)[0])
-        values = dict(self.inputs)
         division = self.divisions[number % len(self.divisions)]
-        for timed in division:
-            loss = self.loss if timed is division[-1] else None
-            alone = timed.stretch.run(values, loss)
-            values.update(alone.values)
-            names = [*timed.nodes, *([LOSS] if loss else [])]
-            forward, backward = (sum(seconds[n] for n in names) for seconds in both)
-            compared = Compared(forward, alone.forward.seconds)
-            timed.compared.append((compared, Compared(backward, alone.backward.seconds)))
+        for timed, alone in self._run(division):
+            timed.alone.append((number, alone.forward.seconds, alone.backward.seconds))
         return turn.forward.seconds + turn.backward.seconds
 
+    def _saved_parts(self) -> dict[str, float]:
+        """Returns by node what its compiled stretch saves, in parts of what it saves eagerly."""
+        parts: dict[str, float] = {}
+        known = dict(self.inputs)
+        for timed, turn in self._run(self.divisions[0]) if self.backend is not None else ():
+            eager = Stretch(self.captured, timed.nodes, self.watch, self.device, marked=False)
+            known |= turn.values
+            before, after = (each.saved_bytes(known) for each in (eager, timed.stretch))
+            parts |= dict.fromkeys(timed.nodes, after / before if before else 1.0)
+        return parts
+
+    def _run(self, division: Sequence[_TimedStretch]) -> Iterator[tuple[_TimedStretch, Turn]]:
+        """Runs one stretch after the other on what those before it gave."""
+        values = dict(self.inputs)
+        for timed in division:
+            alone = timed.stretch.run(values, self.loss if LOSS in timed.names else None)
+            values.update(alone.values)
+            yield timed, alone
+
     def times(self, repeats: Repeats) -> Times:
-        measured = [each for division in self.divisions for each in division if each.compared]
-        forward = fit_stretches([each.medians[0] for each in measured])
-        backward = fit_stretches([each.medians[1] for each in measured])
+        if self.backend is not None:
+            self._take_gains()
+        measured = [each for division in self.divisions for each in division if each.alone]
+        compared = [each.compared(self.turns) for each in measured]
+        forward = fit_stretches([own for own, _ in compared])
+        backward = fit_stretches([own for _, own in compared])
         forwards, backwards = (_scaled_to_median(each) for each in zip(*self.turns, strict=True))
         recomputed = _scaled_to_median(self.recomputed)
 
@@ -189,11 +242,35 @@ class _Bench:
             len(repeats.warming),
             len(repeats.noted),
             timing(LOSS) if self.loss is not None else None,
-            [each.profiled for each in measured],
+            [each.profiled(*own) for each, own in zip(measured, compared, strict=True)],
             forward,
             backward,
             repeats.noted,
+            self._saved_parts(),
         )
+
+    def _take_gains(self) -> None:
+        """Gives nodes, and the loss, the part of their times that their compiled stretch takes."""
+        gains = dict.fromkeys((*self.nodes, LOSS), (1.0, 1.0))
+        for timed in self.divisions[0]:
+            if timed.alone:
+                forward, backward = timed.compared(self.turns)
+                gains |= dict.fromkeys(timed.names, (_part(forward), _part(backward)))
+        self.turns = [
+            (_gaining(forward, gains, 0), _gaining(backward, gains, 1))
+            for forward, backward in self.turns
+        ]
+        self.recomputed = [_gaining(each, gains, 0) for each in self.recomputed]
+
+
+def _part(compared: Compared) -> float:
+    return compared.measured / compared.summed if compared.summed > 0 else 1.0
+
+
+def _gaining(
+    seconds: NodeSeconds, gains: Mapping[str, tuple[float, float]], which: int
+) -> NodeSeconds:
+    return {name: own * gains[name][which] for name, own in seconds.items()}
 
 
 def _shares(

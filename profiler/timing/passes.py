@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.captured import Captured
+from pipedream.capture.compiled import Run, compiled
 from pipedream.capture.segment import Segment, freeze_constants, segment
+from pipedream.profiler.memory import address
 from pipedream.profiler.timing.stopwatch import Stopwatch
 
 LOSS = "loss"
@@ -102,8 +105,11 @@ class Stretch:
         watch: Stopwatch,
         device: torch.device,
         marked: bool,
+        backend: str | None = None,
     ) -> None:
-        """`nodes` are in topological order; with `marked`, each of them is timed."""
+        """`nodes` are in topological order; with `marked`, each of them is timed. Else they are
+        compiled with torch.compile's `backend`, if it is given.
+        """
         part = segment(captured, nodes, keep=captured.outputs).to(device)
         self.part = freeze_constants(part, captured.owner)
         self.wants = [captured.values[name].requires_grad for name in part.inputs]
@@ -111,6 +117,9 @@ class Stretch:
         self.random_gradients = RandomGradients(device)
         self.noted: list[tuple[str, Any]] = []
         self.begins: dict[torch.autograd.graph.Node, str] = {}
+        self.compute: Run = self._call
+        if backend is not None and not marked:
+            self.compute = compiled(self.part.module, backend, device)
         if marked:
             self.part = _with_marks(self.part, captured.owner, nodes, self._note)
 
@@ -126,6 +135,26 @@ class Stretch:
         # Read only now: waiting for a GPU in between would leave it idle until the next pass.
         return Turn(forward.read(self.watch), backward.read(self.watch), outputs)
 
+    def saved_bytes(self, values: Mapping[str, Tensor]) -> int:
+        """Returns what a forward pass on the inputs among `values` saves for the backward pass,
+        without parameters and buffers.
+        """
+        module, saved = self.part.module, dict[int, int]()
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[address(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            inputs = [values[name].detach() for name in self.part.inputs]
+            results = self.compute(
+                state, tuple(x.requires_grad_(w) for x, w in zip(inputs, self.wants, strict=True))
+            )
+        held = set(map(address, state.values()))
+        del results
+        return sum(size for place, size in saved.items() if place not in held)
+
     def _run(
         self, values: Mapping[str, Tensor], loss: Loss | None
     ) -> tuple[_Record, _Record, Mapping[str, Tensor]]:
@@ -139,7 +168,7 @@ class Stretch:
         self.watch.clear()
         start = self.watch.mark()
         self.noted, self.begins = [], {}
-        results: Sequence[Tensor] = functional_call(module, state, tuple(inputs))
+        results: Sequence[Tensor] = self.compute(state, tuple(inputs))
         outputs = dict(zip(self.part.outputs, results, strict=True))
         ends = (
             list(outputs.values()) if loss is None else [self._learn(loss, {**values, **outputs})]
@@ -148,6 +177,9 @@ class Stretch:
         wanted = [value for value in (*state.values(), *inputs) if value.requires_grad]
         backward = self._backward([end for end in ends if end.requires_grad], wanted)
         return forward, backward, {name: value.detach() for name, value in outputs.items()}
+
+    def _call(self, tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        return functional_call(self.part.module, dict(tensors), inputs)
 
     def _learn(self, loss: Loss, known: Mapping[str, Tensor]) -> Tensor:
         if self.noted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipedream.graph.profile import DirectionFit, ProfiledStretch, Quartiles
 
@@ -37,7 +37,8 @@ class Times:
     """Timings of all nodes, and of the loss if there is one, with the factors of the fits applied.
 
     `warmup`, `repeats`: numbers of passes. `pass_seconds`: each repeat of the whole model. Without
-    `stretches` and their fits, nodes were timed one by one.
+    `stretches` and their fits, nodes were timed one by one. `saved_parts`: by node what
+    is saved for its backward pass once it is compiled, in parts of what it saves eagerly.
     """
 
     nodes: Mapping[str, Timing]
@@ -48,3 +49,4 @@ class Times:
     forward: DirectionFit | None = None
     backward: DirectionFit | None = None
     pass_seconds: Sequence[float] = ()
+    saved_parts: Mapping[str, float] = field(default_factory=dict)

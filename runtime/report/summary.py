@@ -163,6 +163,10 @@ def write_summary(run: FinishedRun, also: str) -> None:
     if not job.has_planned_batch:
         planned = job.plan.batch_size
         lines.append(f"planned             for minibatches of {planned}, unlike this run's")
+    if not job.has_planned_compile:
+        ways = (job.plan.compile, job.config.compile_backend)
+        before, now = ("not compiled" if way is None else f"compiled by {way}" for way in ways)
+        lines.append(f"planned             for stages {before}; these are {now}")
     if summary["final_loss"] is not None:
         lines.append(f"final loss          {summary['final_loss']:.4f}")
     lines += show_metrics(summary)

@@ -125,6 +125,11 @@ class Job:
         return self.plan.batch_size in (None, self.config.batch_size)
 
     @property
+    def has_planned_compile(self) -> bool:
+        """Whether stages are compiled as those that were measured for the plan."""
+        return self.plan.compile == self.config.compile_backend
+
+    @property
     def optimizer(self) -> OptimizerConfig:
         """The config's optimizer, or the form of it that is asked for."""
         optimizer, momentum = self.config.optimizer, self.config.asynchronous.nesterov

@@ -7,7 +7,7 @@ module: the same nodes, parameters and buffers, other shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipedream.capture.captured import Captured, OutSpec, rebuild
+from pipedream.capture.compiled import Run, check_backend, compiled
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture
 from pipedream.capture.loss import Loss
@@ -28,11 +29,11 @@ from pipedream.graph.plan import Plan, PlannedGraph
 from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.stages.crossings import Crossings, crossings
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
-from pipedream.runtime.stages.randomness import MinibatchRng, SeedHook, seed_each
+from pipedream.runtime.stages.randomness import MinibatchRng, seed_each
 from pipedream.runtime.stages.stage_program import StageProgram
 
-Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
-"""(parameters and buffers by name, inputs) -> what the stage's module gives."""
+Compute: TypeAlias = Run
+"""What runs the stage's module."""
 
 
 def plain(piece: Segment) -> Compute:
@@ -51,14 +52,8 @@ def make_compute(piece: Segment, precision: Precision, backend: str | None) -> C
     """
     run = plain(piece)
     if backend is not None:
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            raise UserError(f"compile: backend {backend!r} is not available; write inductor")
-        for module in piece.module.modules():
-            if isinstance(module, SeedHook):  # a compiled one would seed only once
-                module.forward = torch.compiler.disable(module.forward)  # type: ignore
-        # Never for shapes in general: the last, smaller minibatch has a piece of its own.
-        run = torch.compile(run, backend=backend, dynamic=False)
+        check_backend(backend)
+        run = compiled(piece.module, backend, precision.device)
 
     def compute(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
         with precision.computing():

@@ -1,0 +1,49 @@
+"""Part of a model as torch.compile makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from pipedream.capture.rewrites.drawn_apart import DrawnApart
+from pipedream.graph.errors import UserError
+
+Run: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
+"""(parameters and buffers by name, inputs) -> what the module gives."""
+
+
+def check_backend(backend: str, option: str = "compile") -> None:
+    """Raises UserError for one of torch.compile that does not exist."""
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        raise UserError(f"{option}: backend {backend!r} is not available; write inductor")
+
+
+def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
+    """Returns what runs the module on `device`, compiled when it first runs.
+
+    What dropout draws is drawn before, so that it is what it would be without compiling and does
+    not divide what is compiled.
+    """
+    apart = DrawnApart.of(module, device)
+    for seed in _seeds(apart.module):  # a compiled one would seed only once
+        seed.forward = torch.compiler.disable(seed.forward)  # type: ignore[no-untyped-call]
+
+    def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        return functional_call(apart.module, dict(tensors), inputs)
+
+    # Never for shapes in general: the last, smaller minibatch has a module of its own.
+    whole = torch.compile(run, backend=backend, dynamic=False)
+    return lambda tensors, inputs: whole(tensors, (*inputs, *apart.values()))
+
+
+def _seeds(module: fx.GraphModule) -> Iterator[nn.Module]:
+    """Yields what is called without arguments: modules that seed the draw after them."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.find_nodes(op="call_module"):
+                if not node.args:
+                    yield part.get_submodule(node.target)

@@ -1,0 +1,161 @@
+"""Dropout without its draws: a compiler gets a module in one piece, and random numbers stay those
+that operators draw themselves, after their seed.
+
+Each draw becomes an input of the module: the factors of dropout, 0 or 1 / (1 - p), which dropout
+itself makes of ones, in the order in which the memory of its input lies. On CPUs attention with
+dropout is products of matrices, and is written so, with the factors of its weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from pipedream.capture.rewrites.writes import is_draw
+
+_DROPOUT = torch.ops.aten.dropout.default
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_EXACT = torch.float32, torch.float64
+"""Types whose attention is computed in them; that in others is widened, and its draws with it."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Dropout of ones with probability `p`, after `seed` if there is one."""
+
+    seed: nn.Module | None
+    p: float
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self) -> Tensor:
+        if self.seed is not None:
+            self.seed()
+        memory = torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=self.device)
+        return torch.dropout(memory.fill_(1), self.p, True)
+
+
+@dataclass(frozen=True)
+class DrawnApart:
+    """`module` is given, after its own inputs, what each of the `draws` gives."""
+
+    module: fx.GraphModule
+    draws: Sequence[Draw]
+
+    @staticmethod
+    def of(module: fx.GraphModule, device: torch.device) -> DrawnApart:
+        """Takes what it can of a copy of the module, with the same tensors; draws of regions within
+        stay there. `device`: where it runs.
+        """
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph.output(graph.graph_copy(module.graph, copies))
+        module, draws = fx.GraphModule(module, graph), list[Draw]()
+        graph = module.graph
+        for node in list(graph.nodes):
+            draw = _draw(node, device) if is_draw(node) else None
+            if draw is None:
+                continue
+            last = [each for each in graph.nodes if each.op == "placeholder"][-1:]
+            with graph.inserting_after(*last) if last else graph.inserting_before():
+                drawn = graph.placeholder(f"drawn_{node.name}")
+            _take(node, drawn)
+            draws.append(draw)
+        module.recompile()
+        return DrawnApart(module, draws)
+
+    def values(self) -> Iterator[Tensor]:
+        """Draws."""
+        return (draw() for draw in self.draws)
+
+
+def _draw(node: fx.Node, device: torch.device) -> Draw | None:
+    """Returns what draws the random numbers of this operator; None if only it itself can."""
+    if node.target is _DROPOUT:
+        x, p, trains = node.args
+        assert isinstance(x, fx.Node)
+        value = x.meta["val"]
+        if not trains or not isinstance(p, float) or p in (0.0, 1.0):
+            return None
+        ends = tuple(value.shape), tuple(value.stride()), value.dtype, device
+        return Draw(_seed(node), p, *ends)
+    p = _argument(node, 4, "dropout_p", 0.0)
+    if node.target is _ATTENTION and isinstance(p, float) and p not in (0.0, 1.0):
+        query, key = (node.args[k].meta["val"] for k in (0, 1))  # type: ignore[union-attr]
+        if device.type == "cpu" and query.dtype in _EXACT:
+            sizes = (*query.shape[:-1], key.shape[-2])
+            strides = torch.empty(sizes, device="meta").stride()
+            return Draw(_seed(node), p, sizes, strides, query.dtype, device)
+    return None
+
+
+def _take(node: fx.Node, drawn: fx.Node) -> None:
+    """Puts in the place of the operator one that is given what it draws, and erases its seed."""
+    graph = node.graph
+    with graph.inserting_before(node):
+        if node.target is _DROPOUT:
+            made = graph.call_function(torch.ops.aten.mul.Tensor, (node.args[0], drawn))
+        else:
+            given = (_argument(node, *each) for each in _OF_ATTENTION)
+            made = graph.call_function(_attention, (*node.args[:3], *given, drawn))
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    if _seed(node) is not None:
+        graph.erase_node(node.prev)
+    graph.erase_node(node)
+
+
+_OF_ATTENTION = (
+    (3, "attn_mask", None),
+    (5, "is_causal", False),
+    (6, "scale", None),
+    (7, "enable_gqa", False),
+)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    factors: Tensor,
+) -> Tensor:
+    """Returns attention whose weights are multiplied by `factors`, step by step as torch does it in
+    products of matrices.
+    """
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
+    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        sizes = query.shape[-2], key.shape[-2]
+        mask = torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+        scores = scores + mask
+    weights = torch.ops.aten._safe_softmax.default(scores, -1)
+    weighted: Tensor = (weights * factors) @ value
+    return weighted
+
+
+def _seed(node: fx.Node) -> nn.Module | None:
+    """Returns the module that is called without arguments right before, to seed the generator."""
+    before, owner = node.prev, node.graph.owning_module
+    if before.op != "call_module" or before.args or owner is None:
+        return None
+    return owner.get_submodule(str(before.target))
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
