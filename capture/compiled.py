@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -36,8 +37,17 @@ def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
         return functional_call(apart.module, dict(tensors), inputs)
 
     # Never for shapes in general: the last, smaller minibatch has a module of its own.
-    whole = torch.compile(run, backend=backend, dynamic=False)
+    whole = torch.compile(_on_its_own(run), backend=backend, dynamic=False)
     return lambda tensors, inputs: whole(tensors, (*inputs, *apart.values()))
+
+
+def _on_its_own(run: Run) -> Run:
+    """Returns the function with code of its own: of one code torch compiles eight forms, and runs
+    all others as they are, without a word.
+    """
+    assert isinstance(run, FunctionType)
+    own = run.__code__.replace()
+    return FunctionType(own, run.__globals__, run.__name__, run.__defaults__, run.__closure__)
 
 
 def _seeds(module: fx.GraphModule) -> Iterator[nn.Module]:

@@ -65,6 +65,7 @@ def segment(captured: Captured, nodes: Collection[str], keep: Collection[str] = 
     copies: dict[fx.Node, fx.Node] = {}
     for source in inputs:
         copies[source] = graph.create_node("placeholder", source.name, name=source.name)
+        copies[source].meta = dict(source.meta)
     for source in read:
         if source.op == "get_attr":
             copies[source] = graph.node_copy(source)

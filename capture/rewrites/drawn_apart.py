@@ -59,6 +59,8 @@ class DrawnApart:
         module, draws = fx.GraphModule(module, graph), list[Draw]()
         graph = module.graph
         for node in list(graph.nodes):
+            if is_draw(node) and _probability(node) == 0.0:
+                _erase_seed(node)
             draw = _draw(node, device) if is_draw(node) else None
             if draw is None:
                 continue
@@ -77,27 +79,35 @@ class DrawnApart:
 
 def _draw(node: fx.Node, device: torch.device) -> Draw | None:
     """Returns what draws the random numbers of this operator; None if only it itself can."""
+    p = _probability(node)
+    if p is None or p in (0.0, 1.0):
+        return None
     if node.target is _DROPOUT:
-        x, p, trains = node.args
-        assert isinstance(x, fx.Node)
-        value = x.meta["val"]
-        if not trains or not isinstance(p, float) or p in (0.0, 1.0):
-            return None
+        value = node.args[0].meta["val"]  # type: ignore[union-attr]
         ends = tuple(value.shape), tuple(value.stride()), value.dtype, device
         return Draw(_seed(node), p, *ends)
-    p = _argument(node, 4, "dropout_p", 0.0)
-    if node.target is _ATTENTION and isinstance(p, float) and p not in (0.0, 1.0):
-        query, key = (node.args[k].meta["val"] for k in (0, 1))  # type: ignore[union-attr]
-        if device.type == "cpu" and query.dtype in _EXACT:
-            sizes = (*query.shape[:-1], key.shape[-2])
-            strides = torch.empty(sizes, device="meta").stride()
-            return Draw(_seed(node), p, sizes, strides, query.dtype, device)
+    query, key = (node.args[k].meta["val"] for k in (0, 1))  # type: ignore[union-attr]
+    if device.type != "cpu" or query.dtype not in _EXACT:
+        return None
+    sizes = (*query.shape[:-1], key.shape[-2])
+    strides = torch.empty(sizes, device="meta").stride()
+    return Draw(_seed(node), p, sizes, strides, query.dtype, device)
+
+
+def _probability(node: fx.Node) -> float | None:
+    """Returns that of an element to be dropped; None for operators that draw something else."""
+    if node.target is _DROPOUT:
+        _, p, trains = node.args
+        return float(p) if trains else 0.0  # type: ignore[arg-type]
+    if node.target is _ATTENTION:
+        return float(_argument(node, 4, "dropout_p", 0.0))
     return None
 
 
 def _take(node: fx.Node, drawn: fx.Node) -> None:
     """Puts in the place of the operator one that is given what it draws, and erases its seed."""
     graph = node.graph
+    _erase_seed(node)
     with graph.inserting_before(node):
         if node.target is _DROPOUT:
             made = graph.call_function(torch.ops.aten.mul.Tensor, (node.args[0], drawn))
@@ -106,9 +116,12 @@ def _take(node: fx.Node, drawn: fx.Node) -> None:
             made = graph.call_function(_attention, (*node.args[:3], *given, drawn))
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
-    if _seed(node) is not None:
-        graph.erase_node(node.prev)
     graph.erase_node(node)
+
+
+def _erase_seed(node: fx.Node) -> None:
+    if _seed(node) is not None:
+        node.graph.erase_node(node.prev)
 
 
 _OF_ATTENTION = (

@@ -200,15 +200,30 @@ class _Bench:
         return turn.forward.seconds + turn.backward.seconds
 
     def _saved_parts(self) -> dict[str, float]:
-        """Returns by node what its compiled stretch saves, in parts of what it saves eagerly."""
+        """Returns by node what its compiled stretch saves, in parts of what it saves eagerly; all
+        together what the whole model does.
+        """
+        if self.backend is None:
+            return {}
+        first = self._saved(self.divisions[0])
+        small, large = (
+            sum(after for _, after in own) / (sum(before for before, _ in own) or 1)
+            for own in (first, self._saved(self.divisions[-1]))
+        )
         parts: dict[str, float] = {}
-        known = dict(self.inputs)
-        for timed, turn in self._run(self.divisions[0]) if self.backend is not None else ():
-            eager = Stretch(self.captured, timed.nodes, self.watch, self.device, marked=False)
-            known |= turn.values
-            before, after = (each.saved_bytes(known) for each in (eager, timed.stretch))
-            parts |= dict.fromkeys(timed.nodes, after / before if before else 1.0)
+        for timed, (before, after) in zip(self.divisions[0], first, strict=True):
+            own = after / before if before else 1.0
+            parts |= dict.fromkeys(timed.nodes, own * large / small if small else own)
         return parts
+
+    def _saved(self, division: Sequence[_TimedStretch]) -> list[tuple[int, int]]:
+        """Returns for each stretch the bytes that it saves eagerly, and compiled."""
+        known, found = dict(self.inputs), []
+        for timed, turn in self._run(division):
+            known |= turn.values
+            eager = Stretch(self.captured, timed.nodes, self.watch, self.device, marked=False)
+            found.append((eager.saved_bytes(known), timed.stretch.saved_bytes(known)))
+        return found
 
     def _run(self, division: Sequence[_TimedStretch]) -> Iterator[tuple[_TimedStretch, Turn]]:
         """Runs one stretch after the other on what those before it gave."""

@@ -28,7 +28,12 @@ SUMMARY: dict[str, Any] = {
 def finished(folder: Path, steady: bool, planned_batch: int) -> FinishedRun:
     """A run of minibatches of 16."""
     plan = SimpleNamespace(batch_size=planned_batch)
-    job: Any = SimpleNamespace(run=folder, plan=plan, has_planned_batch=planned_batch == 16)
+    job: Any = SimpleNamespace(
+        run=folder,
+        plan=plan,
+        has_planned_batch=planned_batch == 16,
+        has_planned_compile=True,
+    )
     return FinishedRun(job, SUMMARY, Utilisation(1.0, 1, {}, steady), None)
 
 

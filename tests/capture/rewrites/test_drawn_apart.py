@@ -1,0 +1,144 @@
+"""Dropout that is drawn before: the numbers are those of the operators, to the last bit, and what
+is compiled is one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional
+
+from pipedream.capture.compiled import compiled
+from pipedream.capture.export import capture
+from pipedream.capture.rewrites.drawn_apart import DrawnApart
+from pipedream.capture.segment import Segment, freeze_constants, segment
+from pipedream.runtime.stages.randomness import MinibatchRng, seed_each
+
+CPU = torch.device("cpu")
+TRIANGLE = torch.ones(5, 5, dtype=torch.bool).tril()
+
+
+class Function(nn.Module):
+    """A function of an input and of what a layer makes of it."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.layer(x))
+
+
+def heads(x: Tensor, **options: object) -> Tensor:
+    """Attention of two heads with dropout."""
+    q = x.unflatten(-1, (2, 2)).transpose(-3, -2)
+    given = {"dropout_p": 0.3, **options}
+    made = functional.scaled_dot_product_attention(q, q.roll(1, -2), q.roll(2, -2), **given)
+    return made.transpose(-3, -2).flatten(-2)
+
+
+def grouped(x: Tensor) -> Tensor:
+    """Four heads that share two keys and values."""
+    q = x.unflatten(-1, (4, 1)).transpose(-3, -2)
+    k = x.unflatten(-1, (4, 1)).transpose(-3, -2)[..., :2, :, :]
+    made = functional.scaled_dot_product_attention(q, k, k, dropout_p=0.3, enable_gqa=True)
+    return made.transpose(-3, -2).flatten(-2)
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "dropout": (lambda _, y: functional.dropout(y, 0.3).relu(), 1),
+    "two": (lambda x, y: functional.dropout(functional.dropout(x, 0.1) * y, 0.5), 2),
+    "another order in memory": (lambda _, y: functional.dropout(y.transpose(1, 2), 0.3), 1),
+    "attention": (lambda _, y: heads(y), 1),
+    "causal": (lambda _, y: heads(y, is_causal=True), 1),
+    "a mask": (lambda _, y: heads(y, attn_mask=TRIANGLE, scale=0.7), 1),
+    "a mask of numbers": (lambda _, y: heads(y, attn_mask=torch.where(TRIANGLE, 0.5, -2.0)), 1),
+    "grouped": (lambda _, y: grouped(y), 1),
+    "never": (lambda _, y: functional.dropout(y, 0.0), 0),
+    "attention without dropout": (lambda _, y: heads(y, dropout_p=0.0), 0),
+    "of data": (lambda _, y: y * torch.bernoulli(y.sigmoid()), 0),
+}
+
+
+def made(name: str, dtype: torch.dtype) -> tuple[Segment, Tensor, MinibatchRng]:
+    """The function as a stage whose draws are seeded."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 4, dtype=dtype)
+    captured = capture(Function(FUNCTIONS[name][0]).to(dtype), (x,))
+    part = freeze_constants(segment(captured, captured.working, captured.outputs), captured.owner)
+    rng = MinibatchRng(7, CPU)
+    seed_each(part, captured.module, rng)
+    return part, x, rng
+
+
+def gradients(run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """What it gives, and its gradient."""
+    given = x.clone().requires_grad_()
+    result = run(given)
+    result.backward(torch.ones_like(result))
+    assert given.grad is not None
+    return [result.detach(), given.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_numbers_are_those_of_the_operators(name: str, dtype: torch.dtype) -> None:
+    part, x, rng = made(name, dtype)
+    apart = DrawnApart.of(part.module, CPU)
+    in_bfloat16 = name in ("attention", "causal", "a mask", "a mask of numbers", "grouped")
+    wide = dtype == torch.bfloat16 and in_bfloat16
+    assert len(apart.draws) == (0 if wide else FUNCTIONS[name][1])
+    for rng.minibatch in range(3):
+        wanted = gradients(lambda x: part.module(x)[0], x)
+        found = gradients(lambda x: apart.module(x, *apart.values())[0], x)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_it_is_compiled_as_one_graph(name: str) -> None:
+    """Other numbers in each minibatch, none of them a part of what is compiled."""
+    part, x, rng = made(name, torch.float64)
+    torch._dynamo.reset()
+    counters.clear()
+    run = compiled(part.module, "aot_eager", CPU)
+    state = dict(part.module.named_parameters())
+    seen = set()
+    for rng.minibatch in range(3):
+        wanted = gradients(lambda x: part.module(x)[0], x)
+        found = gradients(lambda x: run(state, (x,))[0], x)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+        seen.add(float(found[0].sum()))
+    assert len(seen) == (1 if name in ("never", "attention without dropout") else 3)
+    assert bool(counters["graph_break"]) == (name == "of data")
+
+
+def test_without_a_seed_it_draws_as_it_is() -> None:
+    numbers = count()
+    torch.manual_seed(0)
+    captured = capture(Function(FUNCTIONS["dropout"][0]), (torch.randn(2, 5, 4),))
+    part = segment(captured, captured.working, captured.outputs)
+    apart = DrawnApart.of(part.module, CPU)
+    torch.manual_seed(next(numbers))
+    (factors,) = apart.values()
+    torch.manual_seed(0)
+    assert torch.equal(factors, functional.dropout(torch.ones(2, 5, 4), 0.3))
+
+
+def test_any_number_of_stages_is_compiled() -> None:
+    """Torch gave up after eight, as all had one code: further stages, or sizes of a minibatch, ran
+    as they are.
+    """
+    part, x, _ = made("never", torch.float64)
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(12):
+        compiled(part.module, "eager", CPU)(dict(part.module.named_parameters()), (x,))
+    assert counters["stats"]["unique_graphs"] == 12
