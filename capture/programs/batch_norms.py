@@ -20,6 +20,7 @@ What is subtracted is linear in x': a batch norm in evaluation with another weig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -51,6 +52,13 @@ class DividedBatchNorm:
         arguments, _ = read_arguments(self.local, inputs)
         results = (self._backward if backward else self._forward)(*arguments)
         return tuple(map(_converted, results, self.local.outputs))
+
+    def like(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Returns tensors like those that it gives for such inputs. The local operator cannot tell:
+        torch refuses to normalize one value of a channel, which a device may have of many.
+        """
+        data = inputs[0]
+        return tuple(map(partial(_like, data), self.local.outputs))
 
     def _forward(
         self,
@@ -119,6 +127,14 @@ def _update(running: Tensor | None, new: Tensor, momentum: float) -> None:
 
 def _converted(result: Tensor | None, type_: TensorType | None) -> Tensor | None:
     return None if result is None or type_ is None else result.to(_dtype(type_))
+
+
+def _like(data: Tensor, type_: TensorType | None) -> Tensor | None:
+    if type_ is None:
+        return None
+    if type_.shape == tuple(data.shape):
+        return torch.empty_like(data, dtype=_dtype(type_))
+    return data.new_empty(type_.shape, dtype=_dtype(type_))
 
 
 def _dtype(type_: TensorType) -> Any:

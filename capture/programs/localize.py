@@ -159,10 +159,11 @@ class _Localizer:
         reads = [self._at(v, target) for v, target in zip(call.reads, targets, strict=True)]
         local = self._local_operator(call)
         args, kwargs = read_arguments(local, reads)
-        target = executable(local)
+        target: Callable[..., Any] = executable(local)
         if inner_sums(call, self.assignment.strategies[call.name], self.assignment.mesh):
             run = DividedBatchNorm(call.operator, local, self._add_up(call))
             copy = self.graph.call_function(run, tuple(reads))
+            target, args, kwargs = run.like, (list(reads),), {}
         else:
             copy = self.graph.call_function(target, args, kwargs)
         copy.meta = dict(node.meta)

@@ -10,6 +10,7 @@ import torch
 from divided import Executed, execute_divided, executed_by, held
 from torch import Tensor, nn
 
+from pipedream.capture.programs.batch_norms import DividedBatchNorm
 from pipedream.capture.programs.description import execute
 from pipedream.graph.placements.placement import Partial, Shard
 from pipedream.sharding.rules import local_operator, strategies
@@ -150,3 +151,24 @@ def test_in_evaluation_nothing_is_added_up() -> None:
         assert all(each.within != Partial() for each in ways)
         if "batch_norm" in case.operator.family:
             assert any(each.inputs[0] == Shard(0) for each in ways)
+
+
+def test_a_device_may_have_one_value_of_a_channel() -> None:
+    """Which torch refuses to normalize: a stage could not be built where a microbatch was divided
+    by examples down to one each.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    for case in passes(nn.BatchNorm1d(3).double(), x):
+        check(case, 0, 7, 1e-12)
+        strategy = next(
+            each
+            for each in strategies(case.operator, 7)
+            if (each.inputs[0], each.within) == (Shard(0), Partial())
+        )
+        local = local_operator(case.operator, strategy, 7, 0)
+        parts = [held(t, its, 7)[0] for t, its in zip(case.inputs, strategy.inputs, strict=True)]
+        found = DividedBatchNorm(case.operator, local, lambda _, term: term).like(parts)
+        for tensor, type_ in zip(found, local.outputs, strict=True):
+            assert (tensor is None) == (type_ is None)
+            assert tensor is None or type_ is None or tuple(tensor.shape) == type_.shape
