@@ -136,6 +136,13 @@ class ProfiledLoss(ArtifactModel):
     backward_seconds: Quartiles
 
 
+class CompiledPasses(ArtifactModel):
+    """Seconds of passes of the whole model, forward and backward."""
+
+    eager_seconds: _Positive
+    compiled_seconds: _Positive
+
+
 class ProfiledUpdate(ArtifactModel):
     """A step of an optimizer."""
 
@@ -213,6 +220,8 @@ class Profile(ArtifactModel):
     batch_size: int = Field(ge=1)
     compile: str | None = None
     """torch.compile's backend that stages were measured with; None if they are not compiled."""
+    compile_compared: CompiledPasses | None = None
+    """Both, where the faster one was to be found."""
     warmup: int = Field(ge=0)
     """Passes before the first that counted."""
     repeats: int = Field(ge=1)

@@ -17,6 +17,10 @@ METRICS = ("tensorboard", "wandb", "mlflow")
 _REDUCE_OVERHEAD = "reduce-overhead"
 """torch.compile's name of a mode, not of a backend."""
 
+AUTO = "auto"
+"""Instead of a backend of torch.compile: this one where it was measured to be faster."""
+FASTER = "inductor"
+
 _FUNCTION = r"[\w.\-]+:[\w.]+"
 
 
@@ -210,7 +214,8 @@ class RunConfig(ArtifactModel):
     """What happens when a gradient is not finite: end the run, or leave out the update."""
     compile: str | None = None
     """torch.compile's backend for each stage, such as `inductor`; by default stages run eagerly.
-    `reduce-overhead` is inductor with `cuda_graphs`.
+    `auto` is inductor where pd-profile has found it faster; `reduce-overhead` is inductor with
+    `cuda_graphs`.
     """
     cuda_graphs: bool = False
     """Whether GPUs do passes again as they were recorded, with flush and gpipe."""
@@ -240,7 +245,7 @@ class RunConfig(ArtifactModel):
 
     @property
     def compile_backend(self) -> str | None:
-        """Returns torch.compile's backend, None for none."""
+        """Returns torch.compile's backend, None for none; with `auto` the plan says which."""
         return "inductor" if self.compile == _REDUCE_OVERHEAD else self.compile
 
     @property

@@ -70,8 +70,8 @@ _GROUPS = {
         ),
         option(
             "--compile BACKEND",
-            "Measure stages as torch.compile makes them: inductor, or none.  [default: the run"
-            " config's compile, else none]",
+            "Measure stages as torch.compile makes them: inductor, auto for whichever is faster, or"
+            " none.  [default: the run config's compile, else none]",
         ),
         option(
             "--shards N,N,...",
@@ -270,9 +270,10 @@ def _shards(text: str) -> tuple[int, ...]:
 def _backend(asked: str | None, own: str | None) -> str | None:
     """Returns torch.compile's backend, None for none. Raises UserError."""
     from pipedream.capture.compiled import check_backend
+    from pipedream.graph.run_config import AUTO
 
     backend = own if asked is None else None if asked == "none" else asked
-    if backend is not None:
+    if backend not in (None, AUTO):
         check_backend(backend, "compile" if asked is None else f"--compile {asked}")
     return backend
 

@@ -38,6 +38,7 @@ from pipedream.graph.profile import (
     SharedParameter,
     Totals,
 )
+from pipedream.graph.run_config import AUTO, FASTER
 from pipedream.profiler.device import device_name, is_out_of_memory
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.operators import profile_operators
@@ -68,7 +69,8 @@ class Settings:
     `meta`: the model has no memory, and only one node at a time gets some. `workers`: the processes
     that run the model at the same time, including this one. `shards`: the numbers of devices for
     which local operators are timed; None for two, of the operators that take most.
-    `backend`: torch.compile's, for models whose stages will be compiled.
+    `backend`: torch.compile's, for models whose stages will be compiled; `auto` for inductor if it
+    is faster.
     """
 
     model: str
@@ -124,8 +126,9 @@ def measure(
     )
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
     if is_contending_process():
+        alongside = None if settings.backend == AUTO else settings.backend
         with precision.computing():
-            run_contending_passes(passes(captured, inputs, settings.device, settings.backend))
+            run_contending_passes(passes(captured, inputs, settings.device, alongside))
         sys.exit()
     try:
         with precision.computing():
@@ -212,6 +215,7 @@ def _time(
 ) -> Times:
     """Times whole passes if they fit in memory, else node by node."""
     stopping_rule, device, backend = settings.stopping_rule, settings.device, settings.backend
+    choose = backend == AUTO
     fits = not settings.meta and _needs(captured, kept) <= free_memory(device)
     if backend is not None and not fits:
         raise UserError(
@@ -237,7 +241,8 @@ def _time(
         device,
         loss_of if loss is not None else None,
         progress,
-        backend,
+        FASTER if choose else backend,
+        choose,
     )
 
 
@@ -271,7 +276,8 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
         model=settings.model,
         args=dict(settings.args),
         batch_size=settings.batch_size,
-        compile=settings.backend,
+        compile=times.backend,
+        compile_compared=times.compared,
         warmup=times.warmup,
         repeats=times.repeats,
         pass_seconds=tuple(times.pass_seconds),

@@ -91,6 +91,12 @@ def _summary(profile: Profile) -> str:
     lines.append(
         f"Measured on {where}: median of {profile.repeats} after {profile.warmup} of warm-up."
     )
+    if (compared := profile.compile_compared) is not None:
+        compiled, eager = compared.compiled_seconds, compared.eager_seconds
+        lines.append(
+            f"Passes of the whole model take {show_seconds(compiled)} compiled, else"
+            f" {show_seconds(eager)}."
+        )
     if profile.compile is not None:
         lines.append(
             f"Times and saved bytes are of parts compiled by {profile.compile}, as stages will be."
@@ -102,10 +108,10 @@ def _summary(profile: Profile) -> str:
             " repeat on an idle machine."
         )
     if len(profile.pass_seconds) > 1:
-        eager = "" if profile.compile is None else ", not compiled,"
+        which = "" if profile.compile is None else ", not compiled,"
         spread = Quartiles.of(profile.pass_seconds)
         lines.append(
-            f"Passes of the whole model{eager} took {show_seconds(spread.median)}; half of them"
+            f"Passes of the whole model{which} took {show_seconds(spread.median)}; half of them"
             f" between {show_seconds(spread.lower)} and {show_seconds(spread.upper)}."
         )
         if spread.spread > _NOISY * spread.median:

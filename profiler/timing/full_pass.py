@@ -5,7 +5,8 @@ two, four or one stretch without marks, as stages run. The sums over nodes are f
 of the stretches of the same repeat, so that a slow moment of the machine affects both.
 
 Compiled stages have no nodes that could be timed. Then the stretches are compiled, as stages will
-be, and each of the smallest says for its nodes what part of their times it takes.
+be, and each of the smallest says for its nodes what part of their times it takes. To find out
+whether that is faster, both are measured.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.node_modules import preserve_model_state
-from pipedream.graph.profile import Passes, ProfiledStretch, Quartiles
+from pipedream.graph.profile import CompiledPasses, Passes, ProfiledStretch, Quartiles
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import stopwatch
@@ -37,6 +38,8 @@ _Turn: TypeAlias = tuple[NodeSeconds, NodeSeconds]
 _DIVISIONS = (2, 4, 1)
 _COMPILED_DIVISIONS = (6, 1)
 """As each stretch takes a while to compile; the first says what each part of a model gains."""
+_WORTH_COMPILING = 0.99
+"""Of the seconds of passes that are not compiled: else stages stay as they are."""
 _FIRST_RUNS = 3
 """Of a stretch that is compiled: in these it is."""
 _RECOMPUTED = 3
@@ -51,15 +54,16 @@ def time_in_training(
     loss: Loss | None = None,
     progress: Callable[[float], None] = lambda part: None,
     backend: str | None = None,
+    choose: bool = False,
 ) -> Times:
     """Times the nodes of `captured` in passes on `inputs` (in the order of `captured.inputs`).
 
     The backward pass starts at `loss`, or at random gradients of the outputs without one.
     `progress` is called with the fraction done, from 0 to 1. `backend`: of torch.compile, if stages
-    will be compiled. Buffers are restored.
+    will be compiled; with `choose` only if that is faster. Buffers are restored.
     """
     with preserve_model_state(captured), no_garbage_collection(), torch.enable_grad():
-        bench = _Bench(captured, inputs, device, loss, backend)
+        bench = _Bench(captured, inputs, device, loss, backend, choose)
         repeats = Repeats(stopping_rule)
         while repeats.warm(bench.warm_up()):
             pass
@@ -71,7 +75,9 @@ def time_in_training(
             progress(repeats.part)
             if not more:
                 break
-    return bench.times(repeats)
+        for further in range(number + 1, len(bench.divisions) if choose else 0):
+            bench.repeat(further)
+        return bench.times(repeats)
 
 
 def passes(
@@ -131,9 +137,11 @@ class _Bench:
         device: torch.device,
         loss: Loss | None,
         backend: str | None = None,
+        choose: bool = False,
     ) -> None:
         self.captured, self.device, self.loss = captured, device, loss
-        self.backend = backend
+        self.backend, self.choose = backend, choose
+        self.compared: CompiledPasses | None = None
         self.inputs = captured.on_device(inputs, device)
         self.nodes = captured.working
         self.watch = stopwatch(device)
@@ -145,9 +153,10 @@ class _Bench:
         self.turns: list[_Turn] = []
         self.recomputed: list[NodeSeconds] = []
         self.divisions: list[list[_TimedStretch]] = []
+        self.plain = 0
 
-    def _stretch(self, nodes: Sequence[str], marked: bool) -> Stretch:
-        return Stretch(self.captured, nodes, self.watch, self.device, marked, self.backend)
+    def _stretch(self, nodes: Sequence[str], marked: bool, backend: str | None = None) -> Stretch:
+        return Stretch(self.captured, nodes, self.watch, self.device, marked, backend)
 
     def _by_node(self, turn: Turn) -> tuple[NodeSeconds, NodeSeconds]:
         """Times by node; the time of the call is divided by the number of parameters."""
@@ -170,20 +179,27 @@ class _Bench:
 
     def divide(self) -> None:
         """Divides the nodes into stretches by their times in the warm-up."""
-        counts = _DIVISIONS if self.backend is None else _COMPILED_DIVISIONS
-        self.divisions = [
-            list(self._stretches(stretches(self.captured.graph, self.nodes, self.seconds, count)))
-            for count in counts
-        ]
-        for division in self.divisions if self.backend is not None else ():
-            for _ in range(_FIRST_RUNS):
-                for _timed, _turn in self._run(division):
-                    pass
+        self.divisions = []
+        if self.backend is None or self.choose:
+            self.divisions += self._divided(_DIVISIONS)
+        self.plain = len(self.divisions)
+        if self.backend is not None:
+            self.divisions += self._divided(_COMPILED_DIVISIONS, self.backend)
+        for division in self.divisions[self.plain :] * _FIRST_RUNS:
+            for _timed, _turn in self._run(division):
+                pass
 
-    def _stretches(self, division: Sequence[Sequence[str]]) -> Iterator[_TimedStretch]:
-        for nodes in division:
-            ends = [LOSS] if self.loss is not None and nodes is division[-1] else []
-            yield _TimedStretch(nodes, [*nodes, *ends], self._stretch(nodes, marked=False))
+    def _divided(
+        self, counts: Sequence[int], backend: str | None = None
+    ) -> list[list[_TimedStretch]]:
+        ends = [] if self.loss is None else [LOSS]
+        found = []
+        for number in counts:
+            division = stretches(self.captured.graph, self.nodes, self.seconds, number)
+            names = [*division[:-1], [*division[-1], *ends]]
+            made = [self._stretch(nodes, False, backend) for nodes in division]
+            found.append(list(map(_TimedStretch, division, names, made)))
+        return found
 
     def repeat(self, number: int) -> float:
         """Runs the whole model, then its stretches; returns the seconds of the whole model."""
@@ -233,7 +249,22 @@ class _Bench:
             values.update(alone.values)
             yield timed, alone
 
+    def _decide(self) -> None:
+        """Leaves the stretches that are faster, compiled or not."""
+        plain, made = self.divisions[: self.plain], self.divisions[self.plain :]
+        eager, compiled = (
+            sum(own.measured for each in division for own in each.compared(self.turns))
+            for division in (plain[-1], made[-1])
+        )
+        self.compared = CompiledPasses(eager_seconds=eager, compiled_seconds=compiled)
+        if compiled < eager * _WORTH_COMPILING:
+            self.divisions = made
+        else:
+            self.divisions, self.backend = plain, None
+
     def times(self, repeats: Repeats) -> Times:
+        if self.choose:
+            self._decide()
         if self.backend is not None:
             self._take_gains()
         measured = [each for division in self.divisions for each in division if each.alone]
@@ -262,6 +293,8 @@ class _Bench:
             backward,
             repeats.noted,
             self._saved_parts(),
+            self.backend,
+            self.compared,
         )
 
     def _take_gains(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipedream.graph.profile import DirectionFit, ProfiledStretch, Quartiles
+from pipedream.graph.profile import CompiledPasses, DirectionFit, ProfiledStretch, Quartiles
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ class Times:
     """Timings of all nodes, and of the loss if there is one, with the factors of the fits applied.
 
     `warmup`, `repeats`: numbers of passes. `pass_seconds`: each repeat of the whole model. Without
-    `stretches` and their fits, nodes were timed one by one. `saved_parts`: by node what
-    is saved for its backward pass once it is compiled, in parts of what it saves eagerly.
+    `stretches` and their fits, nodes were timed one by one. `saved_parts`: by node what is saved
+    for its backward pass once it is compiled, in parts of what it saves eagerly; else empty.
+    `backend`: torch.compile's that stages were measured with; `compared`: with what passes take
+    without, where the faster was to be found.
     """
 
     nodes: Mapping[str, Timing]
@@ -50,3 +52,5 @@ class Times:
     backward: DirectionFit | None = None
     pass_seconds: Sequence[float] = ()
     saved_parts: Mapping[str, float] = field(default_factory=dict)
+    backend: str | None = None
+    compared: CompiledPasses | None = None

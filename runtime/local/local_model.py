@@ -83,7 +83,7 @@ class LocalModel:
             [stage for stage, _ in self.workers],
             self.rng,
             captures.whole.precision,
-            backend=self.job.config.compile_backend,
+            backend=self.job.compile_backend,
             first=captures.whole,
             checked=self.rank_info.rank == 0 and not self.job.unchecked,
         )

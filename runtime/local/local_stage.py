@@ -87,8 +87,8 @@ class LocalStage:
         self.optimizer = self.optimizer_of(self.parameters)
 
     def _stage_module(self, captured: Captured) -> StageModule:
-        plan, config = self.job.plan, self.job.config
-        return StageModule.of(captured, plan, self.stage, self.rng, config.compile_backend)
+        plan, backend = self.job.plan, self.job.compile_backend
+        return StageModule.of(captured, plan, self.stage, self.rng, backend)
 
     def _divide(
         self, whole: StageModule, captures: Captures, mesh_device: int, loss: Loss | None

@@ -164,7 +164,7 @@ def write_summary(run: FinishedRun, also: str) -> None:
         planned = job.plan.batch_size
         lines.append(f"planned             for minibatches of {planned}, unlike this run's")
     if not job.has_planned_compile:
-        ways = (job.plan.compile, job.config.compile_backend)
+        ways = (job.plan.compile, job.compile_backend)
         before, now = ("not compiled" if way is None else f"compiled by {way}" for way in ways)
         lines.append(f"planned             for stages {before}; these are {now}")
     if summary["final_loss"] is not None:

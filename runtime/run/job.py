@@ -14,6 +14,7 @@ from pipedream.graph.errors import UserError, read_text
 from pipedream.graph.model import read_graph
 from pipedream.graph.plan import Plan, workers_by_rank
 from pipedream.graph.run_config import (
+    AUTO,
     METRICS,
     AsynchronousConfig,
     MetricsConfig,
@@ -127,7 +128,13 @@ class Job:
     @property
     def has_planned_compile(self) -> bool:
         """Whether stages are compiled as those that were measured for the plan."""
-        return self.plan.compile == self.config.compile_backend
+        return self.plan.compile == self.compile_backend
+
+    @property
+    def compile_backend(self) -> str | None:
+        """Returns torch.compile's backend, None for none: that of the config, or of the plan."""
+        asked = self.config.compile_backend
+        return self.plan.compile if asked == AUTO else asked
 
     @property
     def optimizer(self) -> OptimizerConfig:

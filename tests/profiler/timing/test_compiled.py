@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from commands import typed
+from plans import cut, make_plan
 from torch import Tensor, nn
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.export import capture
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import read_profile
+from pipedream.graph.run_config import read_config
 from pipedream.profiler.timing import full_pass
 from pipedream.profiler.timing.full_pass import _Bench, time_in_training
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule
+from pipedream.runtime.run.job import Job
 
 CPU = torch.device("cpu")
 
@@ -65,6 +68,35 @@ def test_nodes_take_the_part_that_their_compiled_stretch_does() -> None:
                     assert bench.turns[number][which][name] == pytest.approx(own)
 
 
+@pytest.mark.parametrize(("compiled", "backend"), [(0.9, "eager"), (0.995, None), (1.2, None)])
+def test_it_is_compiled_where_that_is_faster(compiled: float, backend: str | None) -> None:
+    """By one per cent at least; else nodes take what they took."""
+    model, inputs = captured()
+    given = model.on_device(inputs, CPU).values()
+    bench = _Bench(model, given, CPU, None, "eager", choose=True)  # type: ignore[arg-type]
+    repeats = Repeats(StoppingRule(1, 5, 0.0))
+    repeats.warm(bench.warm_up())
+    bench.divide()
+    for number in range(5):
+        repeats.go_on(bench.repeat(number))
+    bench.turns = [bench.turns[0]] * 5
+    for number, division in enumerate(bench.divisions):
+        factor = 1.0 if number < bench.plain else compiled
+        for timed in division:
+            sums = (sum(own[name] for name in timed.names) for own in bench.turns[0])
+            forward, backward = (factor * own for own in sums)
+            timed.alone[:] = [(number, forward, backward)]
+    times = bench.times(repeats)
+    assert times.backend == backend
+    assert times.compared is not None
+    found = times.compared.compiled_seconds / times.compared.eager_seconds
+    assert found == pytest.approx(compiled)
+    assert bool(times.saved_parts) == (backend is not None)
+    took = sum(each.forward.median + each.backward.median for each in times.nodes.values())
+    eager = sum(sum(each.values()) for each in bench.turns[0]) if backend is None else None
+    assert eager is None or took == pytest.approx(eager, rel=0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("divisions", [(1,), (6, 1)])
 def test_saved_bytes_are_those_of_what_is_compiled(
@@ -93,6 +125,21 @@ optimizer: {name: SGD, args: {lr: 0.05}}
 batch_size: 4
 compile: eager
 """
+
+
+@pytest.mark.parametrize(
+    ("asked", "planned", "wanted"),
+    [("auto", "inductor", "inductor"), ("auto", None, None), ("eager", "inductor", "eager")],
+)
+def test_with_auto_a_run_does_what_its_plan_says(
+    tmp_path: Path, asked: str, planned: str | None, wanted: str | None
+) -> None:
+    graph = captured()[0].graph
+    plan = make_plan(graph, cut(graph, 1), (1,), "flush").model_copy(update={"compile": planned})
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("compile: eager", f"compile: {asked}"))
+    job = Job(plan, read_config(tmp_path / "run.yaml"), tmp_path, tmp_path / "run")
+    assert job.compile_backend == wanted
+    assert job.has_planned_compile == (asked == "auto")
 
 
 @pytest.mark.slow
