@@ -83,6 +83,7 @@ def picture(
     title: str = "",
     modules: Mapping[str, str] | None = None,
     notes: Mapping[str, str] = _NO_NOTES,
+    groups: Sequence[Collection[str]] = (),
 ) -> tuple[str, bytes]:
     """Draws `graph` as an image, .svg, or as text, .gv, if dot is missing or the graph is too
     large; returns the suffix and the content of the file.
@@ -90,12 +91,14 @@ def picture(
     If nodes have stages, each stage has a frame and a colour. Otherwise nodes are darker the larger
     their share of the compute time (`HEAT`), with a legend below the title. `modules`: the path of
     the module of each node; a large graph is drawn as `condensed` by them. `notes`: by node, its
-    last line.
+    last line. `groups` of nodes have a frame each, where each node is drawn.
     """
     drawn = graph
     if modules is not None and len(graph.nodes) > _MOST_BOXES:
         drawn = condensed(graph, modules)
-    digraph = _digraph(drawn, title, graph, {} if modules is None else modules, notes)
+    paths = {} if modules is None else modules
+    framed = groups if drawn is graph else ()
+    digraph = _digraph(drawn, title, graph, paths, notes, framed)
     image = _lay_out(digraph) if _can_lay_out(drawn) else None
     return (".gv", digraph.source.encode()) if image is None else (".svg", image)
 
@@ -194,6 +197,7 @@ def _digraph(
     whole_graph: Graph,
     modules: Mapping[str, str],
     notes: Mapping[str, str],
+    groups: Sequence[Collection[str]],
 ) -> graphviz.Digraph:
     """Makes the drawing. `whole_graph`: of whose nodes the boxes of `graph` are made."""
     picture = graphviz.Digraph("model")
@@ -207,13 +211,16 @@ def _digraph(
     shares = _shares(graph)
     picture.attr(label=_title(title, bool(shares)), labelloc="t", fontsize="16")
     frames: dict[int, graphviz.Digraph] = {}
+    boxes = _Boxes(groups)
     for node in graph.nodes.values():
-        home = picture if node.stage is None else frames.setdefault(node.stage, graphviz.Digraph())
+        outer = picture if node.stage is None else frames.setdefault(node.stage, graphviz.Digraph())
+        home = boxes.home(node.id, outer)
         tooltip = graphviz.escape(f"{node.id} {node.description}")
         share = shares.get(node.id)
         colours = {"fillcolor": _stage_colour(node.stage)} if share is None else _heat(share)
         text = _label(node, share, modules.get(node.id, ""), notes.get(node.id, ""))
         home.node(names[node.id], text, tooltip=tooltip, **colours)
+    boxes.close()
     for stage, frame in sorted(frames.items()):
         frame.name = f"cluster_{stage}"
         frame.attr(label=_stage_label(whole_graph, stage), color=_stage_colour(stage), penwidth="3")
@@ -222,6 +229,30 @@ def _digraph(
         crossing = graph.nodes[source].stage != graph.nodes[target].stage
         picture.edge(names[source], names[target], **({"penwidth": "2.5"} if crossing else {}))
     return picture
+
+
+class _Boxes:
+    """The frames of groups of several nodes, each within that of its stage."""
+
+    def __init__(self, groups: Sequence[Collection[str]]) -> None:
+        shown = [group for group in groups if len(group) > 1]
+        self.group_of = {name: number for number, group in enumerate(shown) for name in group}
+        self.made: dict[int, tuple[graphviz.Digraph, graphviz.Digraph]] = {}
+
+    def home(self, node: str, outer: graphviz.Digraph) -> graphviz.Digraph:
+        """Returns the frame that the node is drawn in; `outer`: that of its stage."""
+        number = self.group_of.get(node)
+        if number is None:
+            return outer
+        if number not in self.made:
+            frame = graphviz.Digraph(name=f"cluster_group_{number}")
+            frame.attr(label="", style="rounded,dashed", color="#555555", penwidth="1")
+            self.made[number] = frame, outer
+        return self.made[number][0]
+
+    def close(self) -> None:
+        for frame, outer in self.made.values():
+            outer.subgraph(frame)
 
 
 def _shares(graph: Graph) -> dict[str, float]:

@@ -28,7 +28,9 @@ from pipedream.optimizer.compare.comparison import (
     on_single_devices,
 )
 from pipedream.optimizer.compare.sweep import sweep, sweep_frame, sweep_png, sweep_table
+from pipedream.optimizer.cuts.groups import classes_of
 from pipedream.optimizer.export.frameworks import export
+from pipedream.optimizer.report.groups_table import groups_table
 from pipedream.optimizer.report.plan_report import print_report
 from pipedream.optimizer.report.tables import show_meshes
 from pipedream.optimizer.sharding.axes import axis_words
@@ -75,7 +77,8 @@ def _report(planning: Planning) -> Section:
     whole = task.of_devices.graph
     modules = None if task.profile is None else task.profile.modules
     staged = _on_devices(request.graph.with_stages(plan.stage_of), plan)
-    suffix, image = picture(staged, modules=modules, notes=task.placement_notes)
+    groups = request.groups
+    suffix, image = picture(staged, modules=modules, notes=task.placement_notes, groups=groups)
     files: dict[str, bytes | None] = {
         "plan.json": plan_text(plan).encode(),
         "graph.txt": format_graph(whole.with_stages(plan.stage_of)).encode(),
@@ -88,6 +91,9 @@ def _report(planning: Planning) -> Section:
 
     def show(console: Console) -> None:
         print_report(outcome, request.graph, console, task.profile)
+        if groups:
+            classes = classes_of(task.profiled, task.operators)
+            print_table(console, groups_table(request.graph, groups, classes))
         for sharding in task.shardings:
             print_table(console, sharding_table(plan, sharding))
             print_table(console, traffic_table(plan, sharding))

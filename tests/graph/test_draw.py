@@ -10,7 +10,7 @@ import graphviz
 import pytest
 
 from pipedream.graph import draw as drawing
-from pipedream.graph.draw import HEAT, STAGE_COLOURS, condensed, draw, why_text
+from pipedream.graph.draw import HEAT, STAGE_COLOURS, condensed, draw, picture, why_text
 from pipedream.graph.model import Graph, Node, read_graph
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference/profiles"
@@ -94,6 +94,26 @@ def test_stages_have_frames_and_colours_that_cycle(
     assert "stage 2: 1 node, 6 ms, parameters 4 kB" in text
     assert fills(text) == [*STAGE_COLOURS, STAGE_COLOURS[0]]
     assert text.count("penwidth=2.5") == count - 1
+
+
+def test_groups_have_frames_within_those_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of one node has none."""
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    graph = chain(*["ReLU()"] * 5, stages=(0, 0, 0, 1, 1))
+    names = list(graph.nodes)
+    suffix, content = picture(graph, groups=[names[:2], names[2:3], names[3:]])
+    assert suffix == ".gv"
+    lines = [line.strip() for line in content.decode().splitlines()]
+    frames = [line.split()[1] for line in lines if line.startswith("subgraph")]
+    assert frames == ["cluster_0", "cluster_group_0", "cluster_1", "cluster_group_1"]
+    at = {name: lines.index(f"subgraph {name} {{") for name in frames}
+    boxes = [
+        number for number, line in enumerate(lines) if line.startswith("n") and "label=" in line
+    ]
+    inside = [sum(at[frame] < box for box in boxes) for frame in frames]
+    assert inside[1] - inside[2] == 2, "two nodes in the first group"
+    assert inside[3] == 2, "and two in the second"
+    assert "dashed" in content.decode()
 
 
 def fills(text: str) -> list[str]:
