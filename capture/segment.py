@@ -120,7 +120,9 @@ def freeze_constants(part: Segment, owned: Collection[str]) -> Segment:
             name = f"constant_{node.name}"
             part.module.register_buffer(name, values[node], persistent=False)
             with graph.inserting_before(node):
-                node.replace_all_uses_with(graph.get_attr(name))
+                constant = graph.get_attr(name)
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
     graph.eliminate_dead_code(changes_something)
     part.module.recompile()
     return part

@@ -222,6 +222,8 @@ class Profile(ArtifactModel):
     """torch.compile's backend that stages were measured with; None if they are not compiled."""
     compile_compared: CompiledPasses | None = None
     """Both, where the faster one was to be found."""
+    not_compiled: str | None = None
+    """Why it could not be found."""
     warmup: int = Field(ge=0)
     """Passes before the first that counted."""
     repeats: int = Field(ge=1)

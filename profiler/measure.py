@@ -48,7 +48,7 @@ from pipedream.profiler.timing.contention import (
     is_contending_process,
     run_contending_passes,
 )
-from pipedream.profiler.timing.full_pass import passes, time_in_training
+from pipedream.profiler.timing.full_pass import CannotCompile, passes, time_in_training
 from pipedream.profiler.timing.per_node import time_per_node, time_per_node_fake
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.profiler.timing.times import Times
@@ -142,6 +142,10 @@ def measure(
                 read = reading_seconds(loaded, settings.batch_size, settings.device)
                 graph = _timed(captured, times)
                 found = _operators(captured, inputs, loaded, settings, graph)
+    except CannotCompile as error:
+        raise UserError(
+            f"compile: {error}: measure and run it without (--compile none), or with another torch"
+        ) from error
     except (IndexError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
@@ -278,6 +282,7 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
         batch_size=settings.batch_size,
         compile=times.backend,
         compile_compared=times.compared,
+        not_compiled=times.refused,
         warmup=times.warmup,
         repeats=times.repeats,
         pass_seconds=tuple(times.pass_seconds),

@@ -138,7 +138,8 @@ class Pipeline:
 
     def _stage(self, _: ModelState) -> StagedModel:
         """Returns the model, which is in this state now."""
-        forms = CapturedStages(self.model, self.plan, self.stages, self.rng, self.precision)
+        given = self.model, self.plan, self.stages, self.rng, self.precision
+        forms = CapturedStages(*given, backend=self.plan.compile)  # as it was measured
         forms.checked = self.checked and self.rank == 0
         (team,) = (self.plan.rank_assignment[stage][replica] for stage, replica in self.workers)
         forms.mesh_device = team.ranks.index(self.rank)

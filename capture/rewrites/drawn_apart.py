@@ -2,8 +2,9 @@
 that operators draw themselves, after their seed.
 
 Each draw becomes an input of the module: the factors of dropout, 0 or 1 / (1 - p), which dropout
-itself makes of ones, in the order in which the memory of its input lies. On CPUs attention with
-dropout is products of matrices, and is written so, with the factors of its weights.
+itself makes of ones, in the order in which the memory of its input lies; on GPUs, whose dropout
+multiplies in a wider type, which of them are kept. On CPUs attention with dropout is products of
+matrices, and is written so, with the factors of its weights.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Draw:
         if self.seed is not None:
             self.seed()
         memory = torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=self.device)
-        return torch.dropout(memory.fill_(1), self.p, True)
+        factors = torch.dropout(memory.fill_(1), self.p, True)
+        return factors if self.device.type == "cpu" else factors != 0
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,19 @@ def _draw(node: fx.Node, device: torch.device) -> Draw | None:
     p = _probability(node)
     if p is None or p in (0.0, 1.0):
         return None
+    given = [source.meta.get("val") for source in node.all_input_nodes]
+    if not all(isinstance(value, Tensor) for value in given):
+        return None
     if node.target is _DROPOUT:
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
         ends = tuple(value.shape), tuple(value.stride()), value.dtype, device
         return Draw(_seed(node), p, *ends)
     query, key = (node.args[k].meta["val"] for k in (0, 1))  # type: ignore[union-attr]
-    if device.type != "cpu" or query.dtype not in _EXACT:
+    scale, result = _argument(node, *_OF_ATTENTION[2]), node.meta["val"]
+    exact = query.dtype in _EXACT and result.dtype == query.dtype  # no autocast in between
+    if device.type != "cpu" or not exact or (scale is not None and scale <= 0):
         return None
-    sizes = (*query.shape[:-1], key.shape[-2])
+    sizes = (*result.shape[:-1], key.shape[-2])
     strides = torch.empty(sizes, device="meta").stride()
     return Draw(_seed(node), p, sizes, strides, query.dtype, device)
 
@@ -110,7 +117,7 @@ def _take(node: fx.Node, drawn: fx.Node) -> None:
     _erase_seed(node)
     with graph.inserting_before(node):
         if node.target is _DROPOUT:
-            made = graph.call_function(torch.ops.aten.mul.Tensor, (node.args[0], drawn))
+            made = graph.call_function(_dropped, (node.args[0], drawn, _probability(node)))
         else:
             given = (_argument(node, *each) for each in _OF_ATTENTION)
             made = graph.call_function(_attention, (*node.args[:3], *given, drawn))
@@ -130,6 +137,11 @@ _OF_ATTENTION = (
     (6, "scale", None),
     (7, "enable_gqa", False),
 )
+
+
+def _dropped(x: Tensor, drawn: Tensor, p: float) -> Tensor:
+    """Returns dropout of `x`; `drawn`: factors, or which elements are kept."""
+    return torch.where(drawn, x * (1 / (1 - p)), 0) if drawn.dtype == torch.bool else x * drawn
 
 
 def _attention(

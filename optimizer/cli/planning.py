@@ -185,7 +185,7 @@ def _mixed(
         starts.append(start(plain.outcome.plan, 0, views))
     assert task.operators is not None
     assert task.profile is not None
-    chosen = best_plan(views, task.profile, starts)
+    chosen = best_plan(views, task.profile, starts, options.intra_op in ("auto", "exact"))
     if chosen is None or not any(chosen.trial.division.meshes):
         return None
     trial, views = chosen.trial, chosen.views

@@ -77,12 +77,17 @@ class Found(NamedTuple):
     plans: int
 
 
-def best_plan(views: Views, profile: Profile, starts: Sequence[Division]) -> Found | None:
+def best_plan(
+    views: Views, profile: Profile, starts: Sequence[Division], by_stage: bool = True
+) -> Found | None:
     """The fastest division found from these: first with the operators of the whole model divided,
-    then from the best with those of each stage. None if none of them can be simulated and fits.
+    then, `by_stage`, from the best with those of each stage. None if none of them can be simulated
+    and fits.
     """
     trials = MeshTrials(views)
     found = best_divisions(trials, starts)
+    if not by_stage:
+        return Found(found[0], views, trials.plans) if found else None
     again = DividedTrials(StageDivisions(views, profile))
     better = best_divisions(again, list(dict.fromkeys(each.division for each in found)))
     plans = trials.plans + again.plans

@@ -59,8 +59,9 @@ class StageDivisions:
         would be too many problems, all in all, or nothing fits.
         """
         own: dict[int, list[Sharding]] = {}
+        solves = self.labels > 0  # once for all of its stages
         for run in self._runs(division):
-            found = self._best(run, len(division.meshes))
+            found = self._best(run, len(division.meshes), solves)
             if found is None:
                 return None
             own.setdefault(run.mesh, []).append(found)
@@ -81,11 +82,11 @@ class StageDivisions:
                 yield _Run(meshes[first], nodes, first, division.replicas[first:end])
             first = end
 
-    def _best(self, run: _Run, stages: int) -> Sharding | None:
+    def _best(self, run: _Run, stages: int, solves: bool) -> Sharding | None:
         counted = self._accounting(run, stages)
         key = run.mesh, run.nodes, counted
         if key not in self._solved:
-            if self.labels < 0:
+            if not solves:
                 return None
             problem = self._problem(run, counted)
             self.labels -= sum(map(len, problem.problem.seconds))

@@ -97,6 +97,8 @@ def _summary(profile: Profile) -> str:
             f"Passes of the whole model take {show_seconds(compiled)} compiled, else"
             f" {show_seconds(eager)}."
         )
+    if profile.not_compiled is not None:
+        lines.append(f"Stages are not compiled: {profile.not_compiled}.")
     if profile.compile is not None:
         lines.append(
             f"Times and saved bytes are of parts compiled by {profile.compile}, as stages will be."

@@ -12,38 +12,46 @@ whether that is faster, both are measured.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.node_modules import preserve_model_state
-from pipedream.graph.profile import CompiledPasses, Passes, ProfiledStretch, Quartiles
+from pipedream.graph.profile import CompiledPasses, Quartiles
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import stopwatch
-from pipedream.profiler.timing.stretches import Compared, fit_stretches, stretches
+from pipedream.profiler.timing.stretches import fit_stretches, stretches
+from pipedream.profiler.timing.timed_stretch import (
+    BothPasses,
+    Division,
+    NodeSeconds,
+    TimedStretch,
+    both_ways,
+    gains,
+    is_worth_it,
+    run,
+    saved_parts,
+    taking,
+    wrong_gradient,
+)
 from pipedream.profiler.timing.times import Times, Timing
-
-NodeSeconds: TypeAlias = Mapping[str, float]
-"""Seconds of each node and of the loss."""
-
-_Turn: TypeAlias = tuple[NodeSeconds, NodeSeconds]
-"""Forward and backward."""
 
 _DIVISIONS = (2, 4, 1)
 _COMPILED_DIVISIONS = (6, 1)
 """As each stretch takes a while to compile; the first says what each part of a model gains."""
-_WORTH_COMPILING = 0.99
-"""Of the seconds of passes that are not compiled: else stages stay as they are."""
 _FIRST_RUNS = 3
 """Of a stretch that is compiled: in these it is."""
 _RECOMPUTED = 3
 """Every this many repeats, the forward pass runs once more without saving for a backward pass."""
+
+
+class CannotCompile(Exception):
+    """Why stages cannot be compiled, in words."""
 
 
 def time_in_training(
@@ -60,7 +68,8 @@ def time_in_training(
 
     The backward pass starts at `loss`, or at random gradients of the outputs without one.
     `progress` is called with the fraction done, from 0 to 1. `backend`: of torch.compile, if stages
-    will be compiled; with `choose` only if that is faster. Buffers are restored.
+    will be compiled; with `choose` only if that is faster. Buffers are restored. Raises
+    CannotCompile, without `choose`, also if compiled passes compute other gradients.
     """
     with preserve_model_state(captured), no_garbage_collection(), torch.enable_grad():
         bench = _Bench(captured, inputs, device, loss, backend, choose)
@@ -93,40 +102,6 @@ def passes(
     return lambda: whole.run(values)
 
 
-@dataclass(frozen=True)
-class _TimedStretch:
-    """A stretch of nodes; `names`: these, and the loss if it ends in that; `alone`: the number of
-    each repeat, and the seconds of its passes without marks.
-    """
-
-    nodes: Sequence[str]
-    names: Sequence[str]
-    stretch: Stretch
-    alone: list[tuple[int, float, float]] = field(default_factory=list)
-
-    def compared(self, turns: Sequence[_Turn]) -> tuple[Compared, Compared]:
-        """Both passes beside the sums over its nodes in `turns`, by repeat: the medians."""
-        forward, backward = (
-            Compared.median(
-                [
-                    Compared(sum(turns[k][which][n] for n in self.names), own[which])
-                    for k, *own in self.alone
-                ]
-            )
-            for which in (0, 1)
-        )
-        return forward, backward
-
-    def profiled(self, forward: Compared, backward: Compared) -> ProfiledStretch:
-        return ProfiledStretch(
-            first=self.nodes[0],
-            last=self.nodes[-1],
-            nodes=len(self.nodes),
-            forward=Passes(summed=forward.summed, measured=forward.measured),
-            backward=Passes(summed=backward.summed, measured=backward.measured),
-        )
-
-
 class _Bench:
     """The model as one stretch and as several, and their times so far."""
 
@@ -142,6 +117,7 @@ class _Bench:
         self.captured, self.device, self.loss = captured, device, loss
         self.backend, self.choose = backend, choose
         self.compared: CompiledPasses | None = None
+        self.refused: str | None = None
         self.inputs = captured.on_device(inputs, device)
         self.nodes = captured.working
         self.watch = stopwatch(device)
@@ -150,9 +126,9 @@ class _Bench:
         self.learned_shares = _shares(
             captured, self.nodes, lambda parameter: parameter.requires_grad
         )
-        self.turns: list[_Turn] = []
+        self.turns: list[BothPasses] = []
         self.recomputed: list[NodeSeconds] = []
-        self.divisions: list[list[_TimedStretch]] = []
+        self.divisions: list[Division] = []
         self.plain = 0
 
     def _stretch(self, nodes: Sequence[str], marked: bool, backend: str | None = None) -> Stretch:
@@ -185,20 +161,32 @@ class _Bench:
         self.plain = len(self.divisions)
         if self.backend is not None:
             self.divisions += self._divided(_COMPILED_DIVISIONS, self.backend)
-        for division in self.divisions[self.plain :] * _FIRST_RUNS:
-            for _timed, _turn in self._run(division):
-                pass
+            try:
+                self._compile()
+            except (CannotCompile, TorchDynamoException) as error:
+                self.refused = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                if not self.choose:
+                    raise CannotCompile(self.refused) from error
+                del self.divisions[self.plain :]
 
-    def _divided(
-        self, counts: Sequence[int], backend: str | None = None
-    ) -> list[list[_TimedStretch]]:
+    def _compile(self) -> None:
+        """Compiles the stretches by running them. Raises CannotCompile if gradients are wrong."""
+        for division in self.divisions[self.plain :] * _FIRST_RUNS:
+            for _timed, _turn in run(division, self.inputs, self.loss):
+                pass
+        whole = self._stretch(self.nodes, marked=False)
+        wrong = wrong_gradient(whole, self.divisions[-1][0].stretch, self.inputs)
+        if wrong is not None:
+            raise CannotCompile(f"{self.backend} computes another gradient of {wrong}")
+
+    def _divided(self, counts: Sequence[int], backend: str | None = None) -> list[Division]:
         ends = [] if self.loss is None else [LOSS]
-        found = []
+        found: list[Division] = []
         for number in counts:
             division = stretches(self.captured.graph, self.nodes, self.seconds, number)
             names = [*division[:-1], [*division[-1], *ends]]
             made = [self._stretch(nodes, False, backend) for nodes in division]
-            found.append(list(map(_TimedStretch, division, names, made)))
+            found.append(list(map(TimedStretch, division, names, made)))
         return found
 
     def repeat(self, number: int) -> float:
@@ -211,53 +199,33 @@ class _Bench:
                 recomputed = self.whole.run(self.inputs, self.loss)
             self.recomputed.append(self._by_node(recomputed)[0])
         division = self.divisions[number % len(self.divisions)]
-        for timed, alone in self._run(division):
+        for timed, alone in run(division, self.inputs, self.loss):
             timed.alone.append((number, alone.forward.seconds, alone.backward.seconds))
         return turn.forward.seconds + turn.backward.seconds
 
     def _saved_parts(self) -> dict[str, float]:
-        """Returns by node what its compiled stretch saves, in parts of what it saves eagerly; all
-        together what the whole model does.
-        """
+        """Returns by node what is saved, in parts of what it is eagerly; empty if not compiled."""
         if self.backend is None:
             return {}
-        first = self._saved(self.divisions[0])
-        small, large = (
-            sum(after for _, after in own) / (sum(before for before, _ in own) or 1)
-            for own in (first, self._saved(self.divisions[-1]))
-        )
-        parts: dict[str, float] = {}
-        for timed, (before, after) in zip(self.divisions[0], first, strict=True):
-            own = after / before if before else 1.0
-            parts |= dict.fromkeys(timed.nodes, own * large / small if small else own)
-        return parts
+        small = self._saved(self.divisions[0])
+        ((_, *large),) = self._saved(self.divisions[-1])
+        return saved_parts(small, (large[0], large[1]))
 
-    def _saved(self, division: Sequence[_TimedStretch]) -> list[tuple[int, int]]:
+    def _saved(self, division: Division) -> list[tuple[TimedStretch, int, int]]:
         """Returns for each stretch the bytes that it saves eagerly, and compiled."""
         known, found = dict(self.inputs), []
-        for timed, turn in self._run(division):
+        for timed, turn in run(division, self.inputs, self.loss):
             known |= turn.values
-            eager = Stretch(self.captured, timed.nodes, self.watch, self.device, marked=False)
-            found.append((eager.saved_bytes(known), timed.stretch.saved_bytes(known)))
+            eager = self._stretch(timed.nodes, marked=False)
+            found.append((timed, eager.saved_bytes(known), timed.stretch.saved_bytes(known)))
         return found
-
-    def _run(self, division: Sequence[_TimedStretch]) -> Iterator[tuple[_TimedStretch, Turn]]:
-        """Runs one stretch after the other on what those before it gave."""
-        values = dict(self.inputs)
-        for timed in division:
-            alone = timed.stretch.run(values, self.loss if LOSS in timed.names else None)
-            values.update(alone.values)
-            yield timed, alone
 
     def _decide(self) -> None:
         """Leaves the stretches that are faster, compiled or not."""
         plain, made = self.divisions[: self.plain], self.divisions[self.plain :]
-        eager, compiled = (
-            sum(own.measured for each in division for own in each.compared(self.turns))
-            for division in (plain[-1], made[-1])
-        )
-        self.compared = CompiledPasses(eager_seconds=eager, compiled_seconds=compiled)
-        if compiled < eager * _WORTH_COMPILING:
+        if made:
+            self.compared = both_ways(plain[-1], made[-1], self.turns)
+        if self.compared is not None and is_worth_it(self.compared):
             self.divisions = made
         else:
             self.divisions, self.backend = plain, None
@@ -295,30 +263,14 @@ class _Bench:
             self._saved_parts(),
             self.backend,
             self.compared,
+            self.refused,
         )
 
     def _take_gains(self) -> None:
         """Gives nodes, and the loss, the part of their times that their compiled stretch takes."""
-        gains = dict.fromkeys((*self.nodes, LOSS), (1.0, 1.0))
-        for timed in self.divisions[0]:
-            if timed.alone:
-                forward, backward = timed.compared(self.turns)
-                gains |= dict.fromkeys(timed.names, (_part(forward), _part(backward)))
-        self.turns = [
-            (_gaining(forward, gains, 0), _gaining(backward, gains, 1))
-            for forward, backward in self.turns
-        ]
-        self.recomputed = [_gaining(each, gains, 0) for each in self.recomputed]
-
-
-def _part(compared: Compared) -> float:
-    return compared.measured / compared.summed if compared.summed > 0 else 1.0
-
-
-def _gaining(
-    seconds: NodeSeconds, gains: Mapping[str, tuple[float, float]], which: int
-) -> NodeSeconds:
-    return {name: own * gains[name][which] for name, own in seconds.items()}
+        parts = gains(self.divisions[0], self.turns)
+        self.turns = [(taking(one, parts, 0), taking(two, parts, 1)) for one, two in self.turns]
+        self.recomputed = [taking(each, parts, 0) for each in self.recomputed]
 
 
 def _shares(

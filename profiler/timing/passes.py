@@ -139,8 +139,7 @@ class Stretch:
         """Returns what a forward pass on the inputs among `values` saves for the backward pass,
         without parameters and buffers.
         """
-        module, saved = self.part.module, dict[int, int]()
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        state, saved = self.part.state, dict[int, int]()
 
         def pack(tensor: Tensor) -> Tensor:
             saved[address(tensor)] = tensor.untyped_storage().nbytes()
@@ -155,12 +154,32 @@ class Stretch:
         del results
         return sum(size for place, size in saved.items() if place not in held)
 
+    def gradients(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns those of parameters and inputs, from gradients of the outputs that are the same
+        for each stretch of these nodes.
+        """
+        state = self.part.state
+        inputs = [
+            values[name].detach().requires_grad_(wants)
+            for name, wants in zip(self.part.inputs, self.wants, strict=True)
+        ]
+        results = self.compute(state, tuple(inputs))
+        given = {**state, **dict(zip(self.part.inputs, inputs, strict=True))}
+        wanted = {name: value for name, value in given.items() if value.requires_grad}
+        ends = [value for value in results if value.requires_grad]
+        if not ends or not wanted:
+            return {}
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(value.shape, generator=generator).to(value) for value in ends]
+        found = torch.autograd.grad(ends, list(wanted.values()), drawn, allow_unused=True)
+        pairs = zip(wanted, found, strict=True)
+        return {name: gradient for name, gradient in pairs if gradient is not None}
+
     def _run(
         self, values: Mapping[str, Tensor], loss: Loss | None
     ) -> tuple[_Record, _Record, Mapping[str, Tensor]]:
         """Returns the marks of both passes, and the outputs by name."""
-        module = self.part.module
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        state = self.part.state
         inputs = [
             values[name].detach().requires_grad_(wants)
             for name, wants in zip(self.part.inputs, self.wants, strict=True)

@@ -40,7 +40,7 @@ class Times:
     `stretches` and their fits, nodes were timed one by one. `saved_parts`: by node what is saved
     for its backward pass once it is compiled, in parts of what it saves eagerly; else empty.
     `backend`: torch.compile's that stages were measured with; `compared`: with what passes take
-    without, where the faster was to be found.
+    without, where the faster was to be found; `refused`: why it could not be.
     """
 
     nodes: Mapping[str, Timing]
@@ -54,3 +54,4 @@ class Times:
     saved_parts: Mapping[str, float] = field(default_factory=dict)
     backend: str | None = None
     compared: CompiledPasses | None = None
+    refused: str | None = None

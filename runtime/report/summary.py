@@ -16,6 +16,7 @@ from pipedream.comm.device.host_copy import HostCopy
 from pipedream.comm.device.threads import start_thread
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import AUTO
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.report.expectation import figures
 from pipedream.runtime.report.page.finished_run import FinishedRun
@@ -167,6 +168,8 @@ def write_summary(run: FinishedRun, also: str) -> None:
         ways = (job.plan.compile, job.compile_backend)
         before, now = ("not compiled" if way is None else f"compiled by {way}" for way in ways)
         lines.append(f"planned             for stages {before}; these are {now}")
+    if job.config.compile == AUTO:
+        lines.append(f"compiled            {job.compile_backend or 'no'}, as the plan says")
     if summary["final_loss"] is not None:
         lines.append(f"final loss          {summary['final_loss']:.4f}")
     lines += show_metrics(summary)

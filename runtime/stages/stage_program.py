@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pipedream.capture.compiled import compiled_function
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.programs.attribution import GraphNodes
 from pipedream.capture.programs.batch_norms import DividedBatchNorm
@@ -177,8 +178,7 @@ class StageProgram:
             if isinstance(node.target, (Redistribution, DividedBatchNorm)):
                 node.target = torch.compiler.disable(node.target)  # type: ignore[no-untyped-call]
         part.recompile()
-        run: Callable[..., Any] = torch.compile(part, backend=self.backend, dynamic=False)
-        return run
+        return compiled_function(part, self.backend, self.precision.device)
 
 
 def _of_shape(shape: tuple[int, ...] | None, part: Tensor) -> Tensor:

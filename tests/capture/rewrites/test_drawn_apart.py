@@ -23,6 +23,13 @@ CPU = torch.device("cpu")
 TRIANGLE = torch.ones(5, 5, dtype=torch.bool).tril()
 
 
+@pytest.fixture(autouse=True)
+def other_tests_validate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling switches the checks of torch.distributions off, for the whole process."""
+    kind = torch.distributions.Distribution
+    monkeypatch.setattr(kind, "_validate_args", kind._validate_args)
+
+
 class Function(nn.Module):
     """A function of an input and of what a layer makes of it."""
 
@@ -50,6 +57,13 @@ def grouped(x: Tensor) -> Tensor:
     return made.transpose(-3, -2).flatten(-2)
 
 
+def learned_queries(y: Tensor) -> Tensor:
+    """One query of all examples, whose weights are dropped for each."""
+    k = y.unflatten(-1, (2, 2)).transpose(-3, -2)
+    made = functional.scaled_dot_product_attention(k[:1, :, :3], k, k, dropout_p=0.5)
+    return made.transpose(-3, -2).flatten(-2)
+
+
 FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "dropout": (lambda _, y: functional.dropout(y, 0.3).relu(), 1),
     "two": (lambda x, y: functional.dropout(functional.dropout(x, 0.1) * y, 0.5), 2),
@@ -59,6 +73,9 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "a mask": (lambda _, y: heads(y, attn_mask=TRIANGLE, scale=0.7), 1),
     "a mask of numbers": (lambda _, y: heads(y, attn_mask=torch.where(TRIANGLE, 0.5, -2.0)), 1),
     "grouped": (lambda _, y: grouped(y), 1),
+    "queries of all examples": (lambda _, y: learned_queries(y), 1),
+    "a negative scale": (lambda _, y: heads(y, scale=-0.5), 0),
+    "of a constant": (lambda _, y: y * functional.dropout(torch.arange(4.0).sin(), 0.3).to(y), 1),
     "never": (lambda _, y: functional.dropout(y, 0.0), 0),
     "attention without dropout": (lambda _, y: heads(y, dropout_p=0.0), 0),
     "of data": (lambda _, y: y * torch.bernoulli(y.sigmoid()), 0),
@@ -90,7 +107,10 @@ def gradients(run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
 def test_numbers_are_those_of_the_operators(name: str, dtype: torch.dtype) -> None:
     part, x, rng = made(name, dtype)
     apart = DrawnApart.of(part.module, CPU)
-    in_bfloat16 = name in ("attention", "causal", "a mask", "a mask of numbers", "grouped")
+    in_bfloat16 = name in (
+        *("attention", "causal", "a mask", "a mask of numbers", "grouped"),
+        "queries of all examples",
+    )
     wide = dtype == torch.bfloat16 and in_bfloat16
     assert len(apart.draws) == (0 if wide else FUNCTIONS[name][1])
     for rng.minibatch in range(3):
@@ -117,7 +137,7 @@ def test_it_is_compiled_as_one_graph(name: str) -> None:
             torch.testing.assert_close(one, other)
         seen.add(float(found[0].sum()))
     assert len(seen) == (1 if name in ("never", "attention without dropout") else 3)
-    assert bool(counters["graph_break"]) == (name == "of data")
+    assert bool(counters["graph_break"]) == (name in ("of data", "a negative scale"))
 
 
 def test_without_a_seed_it_draws_as_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,26 @@ from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import read_profile
 from pipedream.graph.run_config import read_config
 from pipedream.profiler.timing import full_pass
-from pipedream.profiler.timing.full_pass import _Bench, time_in_training
+from pipedream.profiler.timing.full_pass import CannotCompile, _Bench, time_in_training
+from pipedream.profiler.timing.passes import Stretch
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule
+from pipedream.profiler.timing.stopwatch import Stopwatch
+from pipedream.profiler.timing.timed_stretch import (
+    TimedStretch,
+    both_ways,
+    saved_parts,
+    wrong_gradient,
+)
 from pipedream.runtime.run.job import Job
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def other_tests_validate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling switches the checks of torch.distributions off, for the whole process."""
+    kind = torch.distributions.Distribution
+    monkeypatch.setattr(kind, "_validate_args", kind._validate_args)
 
 
 class Pointwise(nn.Module):
@@ -98,22 +114,92 @@ def test_it_is_compiled_where_that_is_faster(compiled: float, backend: str | Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divisions", [(1,), (6, 1)])
-def test_saved_bytes_are_those_of_what_is_compiled(
-    divisions: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of values computed one by one only what they are computed of is kept; in parts of a model
-    each of which is one layer, that is as many, so what the whole model saves counts.
-    """
-    monkeypatch.setattr(full_pass, "_COMPILED_DIVISIONS", divisions)
+def test_compiled_stretches_save_less() -> None:
+    """Of values computed one by one only what they are computed of is kept."""
     model, inputs = captured()
-    rule = StoppingRule(1, 1, 0.0)
-    eager = time_in_training(model, inputs, rule, CPU)
-    assert eager.saved_parts == {}
-    compiled = time_in_training(model, inputs, rule, CPU, backend="aot_eager_decomp_partition")
-    assert compiled.saved_parts.keys() == set(model.working)
-    assert min(compiled.saved_parts.values()) < 1
-    assert all(0 < part <= 1 for part in compiled.saved_parts.values())
+    given, nodes, watch = model.on_device(inputs, CPU), model.working, Stopwatch()
+    eager, made = (
+        Stretch(model, nodes, watch, CPU, False, backend)
+        for backend in (None, "aot_eager_decomp_partition")
+    )
+    assert made.saved_bytes(given) < eager.saved_bytes(given)
+
+
+def stretch(*nodes: str) -> TimedStretch:
+    return TimedStretch(nodes, nodes, None)  # type: ignore[arg-type]
+
+
+def test_saved_bytes_of_stretches_add_up_to_those_of_the_whole() -> None:
+    """Never less than eagerly, as programs keep that."""
+    small = [(stretch("a", "b"), 100, 400), (stretch("c"), 100, 200)]
+    assert saved_parts(small, (200, 1200)) == {"a": 8.0, "b": 8.0, "c": 4.0}
+    assert saved_parts(small, (200, 200)) == {"a": 4 / 3, "b": 4 / 3, "c": 1.0}
+    assert saved_parts([(stretch("a"), 0, 0)], (0, 0)) == {"a": 1.0}
+
+
+def test_a_slow_moment_decides_nothing() -> None:
+    """Compiled passes ran in a repeat in which all took three times as long."""
+    turns = [({"a": 1.0}, {"a": 2.0}), ({"a": 3.0}, {"a": 6.0})]
+    eager, made = stretch("a"), stretch("a")
+    eager.alone.append((0, 1.0, 2.0))
+    made.alone.append((1, 2.7, 5.4))
+    found = both_ways([eager], [made], turns)
+    assert (found.eager_seconds, found.compiled_seconds) == pytest.approx((3.0, 2.7))
+
+
+class Wrong(nn.Module):
+    """Its gradient is wrong where it is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return wrong_if_compiled(x)
+
+
+@torch.library.custom_op("pipedream_tests::wrong_if_compiled", mutates_args=())
+def wrong_if_compiled(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+wrong_now = [False]
+wrong_if_compiled.register_fake(torch.empty_like)
+wrong_if_compiled.register_autograd(lambda _, gradient: gradient * (1.1 if wrong_now[0] else 1.0))
+
+
+def test_wrong_gradients_are_named() -> None:
+    inputs = (torch.randn(16, 8),)
+    model = capture(nn.Sequential(nn.Linear(8, 8), Wrong(), nn.Linear(8, 8)), inputs)
+    given = model.on_device(inputs, CPU)
+    one, other = (Stretch(model, model.working, Stopwatch(), CPU, False) for _ in range(2))
+    assert wrong_gradient(one, other, given) is None
+    plain = other.gradients
+    other.gradients = lambda values: falsified(plain, values)  # type: ignore[method-assign]
+    assert wrong_gradient(one, other, given) == "0.weight"
+
+
+def falsified(
+    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    wrong_now[0] = True
+    try:
+        return run(values)
+    finally:
+        wrong_now[0] = False
+
+
+@pytest.mark.parametrize("choose", [False, True])
+def test_a_compiler_that_fails_is_told_of(choose: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_gradient(*_: object) -> str:
+        return "first.weight"
+
+    monkeypatch.setattr(full_pass, "wrong_gradient", no_gradient)
+    model, inputs = captured()
+    given = model, inputs, StoppingRule(1, 1, 0.0), CPU
+    why = "eager computes another gradient of first.weight"
+    if not choose:
+        with pytest.raises(CannotCompile, match=why):
+            time_in_training(*given, backend="eager")
+        return
+    times = time_in_training(*given, backend="eager", choose=True)
+    assert (times.backend, times.refused, times.saved_parts) == (None, why, {})
 
 
 CONFIG = """\

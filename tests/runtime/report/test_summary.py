@@ -33,6 +33,7 @@ def finished(folder: Path, steady: bool, planned_batch: int) -> FinishedRun:
         plan=plan,
         has_planned_batch=planned_batch == 16,
         has_planned_compile=True,
+        config=SimpleNamespace(compile=None),
     )
     return FinishedRun(job, SUMMARY, Utilisation(1.0, 1, {}, steady), None)
 
