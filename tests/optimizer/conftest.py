@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from commands import typed
-from sharded_runs import write_config
+from sharded_runs import PROFILE, write_config
 
 from pipedream.graph.model import Graph, Node
 
@@ -69,6 +69,6 @@ def perceptron(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiled")
     data = {"source": "sharded_models:points", "args": {"examples": 200}}
     write_config(folder, "Perceptron", microbatches=2, evaluate_every=None, data=data)
-    done = typed(folder, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
+    done = typed(folder, PROFILE)
     assert done.code == 0, done.error
     return folder

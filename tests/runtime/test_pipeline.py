@@ -17,7 +17,7 @@ from joint_models import LENGTH, WORDS
 from order_runs import plan_of
 from plans import cut, make_plan
 from processes import free_port, run_processes
-from sharded_runs import write_config
+from sharded_runs import PROFILE, write_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -190,7 +190,7 @@ def test_a_loop_takes_the_meshes_that_pd_optimize_finds(tmp_path: Path, mesh: st
     links = ["--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2"]
     ranks = 2 ** len(mesh.split(","))
     for words in (
-        ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"],
+        PROFILE,
         ["pd-optimize", "graph.txt", "--machines", str(ranks), "--mesh", mesh, *links],
     ):
         done = typed(tmp_path, words)

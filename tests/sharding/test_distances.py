@@ -18,7 +18,7 @@ FAST, SLOW = Link(latency=1e-6, bandwidth=1e9), Link(latency=3e-5, bandwidth=1e8
 MEASURED = Link(points=((1.0, 1e-5), (1e3, 2e-5), (1e5, 9e-4)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     shape=st.lists(st.sampled_from([1, 2, 3, 6, 8, 12, 15]), min_size=1, max_size=3),
     mesh=st.sampled_from([(2,), (3,), (4,), (2, 2), (2, 3), (4, 2), (2, 1, 2)]),

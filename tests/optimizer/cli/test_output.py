@@ -125,16 +125,4 @@ def test_the_report_has_the_same_stages_without_meshes(perceptron: Path) -> None
     seconds = show_seconds(simulated(other))
     assert f"a replica on each device: {seconds} per minibatch" in line
     assert "Mesh 2: axis 0 of 2: " in said
-    assert "pd-profile --shards" not in said, "halves were timed"
-
-
-@pytest.mark.slow
-def test_the_report_says_where_nobody_timed_parts(perceptron: Path) -> None:
-    path = perceptron / "operators.json"
-    before = path.read_text()
-    path.write_text(json.dumps({**json.loads(before), "local_seconds": []}))
-    try:
-        _, said = planned(perceptron, "untimed", "--mesh", "2", "--machines", "2")
-    finally:
-        path.write_text(before)
     assert "pd-profile --shards 2 times them" in said

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import typed
-from sharded_runs import write_config
+from sharded_runs import PROFILE, write_config
 
 from pipedream.graph.cluster import Cluster, DeviceType, Link
 from pipedream.graph.errors import UserError
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A profile of a small transformer, with its operators and their run config."""
     folder = tmp_path_factory.mktemp("profiled")
     write_config(folder, "Fused", dtype="float32", evaluate_every=None)
-    done = typed(folder, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
+    done = typed(folder, PROFILE)
     assert done.code == 0, done.error
     return folder
 
@@ -125,7 +125,7 @@ def test_products_are_divided_where_they_take_long(
 def test_what_is_added_up_within_operators_counts(tmp_path: Path) -> None:
     """Batch norms of a divided minibatch: at their layers, and in the table of what is sent."""
     write_config(tmp_path, "Convolutions", dtype="float32", evaluate_every=None)
-    done = typed(tmp_path, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
+    done = typed(tmp_path, PROFILE)
     assert done.code == 0, done.error
     profile, graph = read_profile(tmp_path / "profile.json"), read_graph(tmp_path / "graph.txt")
     operators = read_operators(tmp_path / "operators.json")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from commands import typed
 from numpy.typing import NDArray
 from processes import free_port, run_processes
-from sharded_runs import captured, write_config
+from sharded_runs import PROFILE, captured, write_config
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
@@ -35,7 +35,7 @@ OPTIONS = ("--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profiled")
     write_config(folder, "Fused", microbatches=2, evaluate_every=None)
-    done = typed(folder, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
+    done = typed(folder, PROFILE)
     assert done.code == 0, done.error
     return folder
 

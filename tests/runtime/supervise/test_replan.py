@@ -12,7 +12,7 @@ import torch
 from commands import typed
 from plans import cut, make_plan
 from processes import free_port, run_processes
-from sharded_runs import write_config
+from sharded_runs import PROFILE, write_config
 from torch.distributed import HashStore
 from training import losses, run_jobs, weights
 
@@ -193,7 +193,7 @@ def test_plans_on_meshes_are_made_again(tmp_path: Path, capsys: pytest.CaptureFi
     config = write_config(tmp_path, "Perceptron", microbatches=2, evaluate_every=None)
     links = ["--machines", "4", "--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2"]
     for words in (
-        ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"],
+        PROFILE,
         ["pd-optimize", "graph.txt", *links, "--mesh", "2", "--straight", "-o", "plan"],
     ):
         done = typed(tmp_path, words)

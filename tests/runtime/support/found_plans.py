@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import typed
-from sharded_runs import write_config
+from sharded_runs import PROFILE, write_config
 from training import run_jobs
 
 from pipedream.graph.placements.placement import device_count
@@ -20,7 +20,7 @@ FAST = ("--bandwidth", "1TB")
 
 def profiled(folder: Path, model: str, **changes: Any) -> None:
     write_config(folder, model, microbatches=2, evaluate_every=None, **changes)
-    done = typed(folder, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
+    done = typed(folder, PROFILE)
     assert done.code == 0, done.error
 
 

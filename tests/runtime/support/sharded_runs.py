@@ -74,6 +74,10 @@ class Case:
     """If the ranks are in machines, with links between them that are a hundredth as fast."""
 
 
+PROFILE = ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2", "--shards", "none"]
+"""Of models so small that half an operator takes as long as the whole: they are to be divided."""
+
+
 def write_config(folder: Path, model: str, **changes: Any) -> RunConfig:
     text = {
         "format": "pipedream-run/1",
