@@ -1,4 +1,4 @@
-"""Part of a model as torch.compile makes it."""
+"""What runs part of a model: as it is, or as torch.compile makes it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,27 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-from pipedream.capture.rewrites.drawn_apart import DrawnApart
+from pipedream.capture.rewrites.drawn_apart import DrawnApart, is_seed
 from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import INDUCTOR
 
 Run: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
 """(parameters and buffers by name, inputs) -> what the module gives."""
 
 
+def plain(module: fx.GraphModule) -> Run:
+    """Returns what runs the module as it is."""
+
+    def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        return functional_call(module, dict(tensors), inputs)
+
+    return run
+
+
 def check_backend(backend: str, option: str = "compile") -> None:
     """Raises UserError for one of torch.compile that does not exist."""
     if backend not in torch.compiler.list_backends(exclude_tags=()):
-        raise UserError(f"{option}: backend {backend!r} is not available; write inductor")
+        raise UserError(f"{option}: backend {backend!r} is not available; write {INDUCTOR}")
 
 
 def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
@@ -32,12 +42,8 @@ def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
     apart = DrawnApart.of(module, device)
     for seed in _seeds(apart.module):  # a compiled one would seed only once
         seed.forward = torch.compiler.disable(seed.forward)  # type: ignore[no-untyped-call]
-
-    def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
-        return functional_call(apart.module, dict(tensors), inputs)
-
     # Never for shapes in general: the last, smaller minibatch has a module of its own.
-    whole = compiled_function(_on_its_own(run), backend, device)
+    whole = compiled_function(_on_its_own(plain(apart.module)), backend, device)
     return lambda tensors, inputs: whole(tensors, (*inputs, *apart.values()))
 
 
@@ -48,7 +54,7 @@ def compiled_function(
     tensors in the order that they have: where it chose one by itself, torch 2.13 computed wrong
     gradients of a VGG, kept copies of all its weights, and was slower.
     """
-    if backend == "inductor" and device.type == "cpu":
+    if backend == INDUCTOR and device.type == "cpu":
         options: dict[str, str | int | bool | Callable[..., Any]] = {"layout_optimization": False}
         return torch.compile(run, dynamic=False, options=options)
     return torch.compile(run, backend=backend, dynamic=False)
@@ -67,6 +73,5 @@ def _seeds(module: fx.GraphModule) -> Iterator[nn.Module]:
     """Yields what is called without arguments: modules that seed the draw after them."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
-            for node in part.graph.find_nodes(op="call_module"):
-                if not node.args:
-                    yield part.get_submodule(node.target)
+            for node in filter(is_seed, part.graph.nodes):
+                yield part.get_submodule(str(node.target))

@@ -18,8 +18,9 @@ _REDUCE_OVERHEAD = "reduce-overhead"
 """torch.compile's name of a mode, not of a backend."""
 
 AUTO = "auto"
-"""Instead of a backend of torch.compile: this one where it was measured to be faster."""
-FASTER = "inductor"
+"""Instead of a backend of torch.compile: inductor where it was measured to be faster."""
+
+INDUCTOR = "inductor"
 
 _FUNCTION = r"[\w.\-]+:[\w.]+"
 
@@ -246,7 +247,7 @@ class RunConfig(ArtifactModel):
     @property
     def compile_backend(self) -> str | None:
         """Returns torch.compile's backend, None for none; with `auto` the plan says which."""
-        return "inductor" if self.compile == _REDUCE_OVERHEAD else self.compile
+        return INDUCTOR if self.compile == _REDUCE_OVERHEAD else self.compile
 
     @property
     def records_passes(self) -> bool:

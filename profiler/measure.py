@@ -38,7 +38,7 @@ from pipedream.graph.profile import (
     SharedParameter,
     Totals,
 )
-from pipedream.graph.run_config import AUTO, FASTER
+from pipedream.graph.run_config import AUTO, INDUCTOR
 from pipedream.profiler.device import device_name, is_out_of_memory
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.operators import profile_operators
@@ -245,7 +245,7 @@ def _time(
         device,
         loss_of if loss is not None else None,
         progress,
-        FASTER if choose else backend,
+        INDUCTOR if choose else backend,
         choose,
     )
 

@@ -60,10 +60,10 @@ class DrawnApart:
         graph.output(graph.graph_copy(module.graph, copies))
         module, draws = fx.GraphModule(module, graph), list[Draw]()
         graph = module.graph
-        for node in list(graph.nodes):
-            if is_draw(node) and _probability(node) == 0.0:
+        for node in filter(is_draw, list(graph.nodes)):
+            if _probability(node) == 0.0:
                 _erase_seed(node)
-            draw = _draw(node, device) if is_draw(node) else None
+            draw = _draw(node, device)
             if draw is None:
                 continue
             last = [each for each in graph.nodes if each.op == "placeholder"][-1:]
@@ -174,12 +174,15 @@ def _attention(
     return weighted
 
 
+def is_seed(node: fx.Node) -> bool:
+    """Tells whether it calls a module without arguments, which seeds the draw after it."""
+    return node.op == "call_module" and not node.args
+
+
 def _seed(node: fx.Node) -> nn.Module | None:
-    """Returns the module that is called without arguments right before, to seed the generator."""
+    """Returns the module that is called right before to seed the generator, if there is one."""
     before, owner = node.prev, node.graph.owning_module
-    if before.op != "call_module" or before.args or owner is None:
-        return None
-    return owner.get_submodule(str(before.target))
+    return owner.get_submodule(str(before.target)) if owner and is_seed(before) else None
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.compiled import Run, compiled
+from pipedream.capture.compiled import compiled, plain
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.profiler.memory import address
 from pipedream.profiler.timing.stopwatch import Stopwatch
@@ -117,11 +116,12 @@ class Stretch:
         self.random_gradients = RandomGradients(device)
         self.noted: list[tuple[str, Any]] = []
         self.begins: dict[torch.autograd.graph.Node, str] = {}
-        self.compute: Run = self._call
-        if backend is not None and not marked:
-            self.compute = compiled(self.part.module, backend, device)
         if marked:
             self.part = _with_marks(self.part, captured.owner, nodes, self._note)
+        if marked or backend is None:
+            self.compute = plain(self.part.module)
+        else:
+            self.compute = compiled(self.part.module, backend, device)
 
     def run(self, values: Mapping[str, Tensor], loss: Loss | None = None) -> Turn:
         """Runs on the inputs among `values`; backward from the loss, or from random gradients.
@@ -146,10 +146,7 @@ class Stretch:
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            inputs = [values[name].detach() for name in self.part.inputs]
-            results = self.compute(
-                state, tuple(x.requires_grad_(w) for x, w in zip(inputs, self.wants, strict=True))
-            )
+            results = self.compute(state, self._given(values))
         held = set(map(address, state.values()))
         del results
         return sum(size for place, size in saved.items() if place not in held)
@@ -159,11 +156,8 @@ class Stretch:
         for each stretch of these nodes.
         """
         state = self.part.state
-        inputs = [
-            values[name].detach().requires_grad_(wants)
-            for name, wants in zip(self.part.inputs, self.wants, strict=True)
-        ]
-        results = self.compute(state, tuple(inputs))
+        inputs = self._given(values)
+        results = self.compute(state, inputs)
         given = {**state, **dict(zip(self.part.inputs, inputs, strict=True))}
         wanted = {name: value for name, value in given.items() if value.requires_grad}
         ends = [value for value in results if value.requires_grad]
@@ -180,14 +174,11 @@ class Stretch:
     ) -> tuple[_Record, _Record, Mapping[str, Tensor]]:
         """Returns the marks of both passes, and the outputs by name."""
         state = self.part.state
-        inputs = [
-            values[name].detach().requires_grad_(wants)
-            for name, wants in zip(self.part.inputs, self.wants, strict=True)
-        ]
+        inputs = self._given(values)
         self.watch.clear()
         start = self.watch.mark()
         self.noted, self.begins = [], {}
-        results: Sequence[Tensor] = self.compute(state, tuple(inputs))
+        results: Sequence[Tensor] = self.compute(state, inputs)
         outputs = dict(zip(self.part.outputs, results, strict=True))
         ends = (
             list(outputs.values()) if loss is None else [self._learn(loss, {**values, **outputs})]
@@ -197,8 +188,12 @@ class Stretch:
         backward = self._backward([end for end in ends if end.requires_grad], wanted)
         return forward, backward, {name: value.detach() for name, value in outputs.items()}
 
-    def _call(self, tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
-        return functional_call(self.part.module, dict(tensors), inputs)
+    def _given(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Returns the inputs, as leaves of the pass."""
+        return tuple(
+            values[name].detach().requires_grad_(wants)
+            for name, wants in zip(self.part.inputs, self.wants, strict=True)
+        )
 
     def _learn(self, loss: Loss, known: Mapping[str, Tensor]) -> Tensor:
         if self.noted:

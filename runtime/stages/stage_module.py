@@ -14,10 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pipedream.capture.captured import Captured, OutSpec, rebuild
-from pipedream.capture.compiled import Run, check_backend, compiled
+from pipedream.capture.compiled import Run, check_backend, compiled, plain
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture
 from pipedream.capture.loss import Loss
@@ -36,21 +35,12 @@ Compute: TypeAlias = Run
 """What runs the stage's module."""
 
 
-def plain(piece: Segment) -> Compute:
-    """Returns what runs the stage's module as it is."""
-
-    def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
-        return functional_call(piece.module, dict(tensors), inputs)
-
-    return run
-
-
 def make_compute(piece: Segment, precision: Precision, backend: str | None) -> Compute:
     """Returns what runs the stage's module under these settings.
 
     Raises UserError for a torch.compile `backend` that does not exist.
     """
-    run = plain(piece)
+    run = plain(piece.module)
     if backend is not None:
         check_backend(backend)
         run = compiled(piece.module, backend, precision.device)
@@ -110,7 +100,7 @@ class StageModule:
                 tensor.data = tensor.data.to(precision.device)  # they stay those of the model
         piece = freeze_constants(built.to(precision.device), captured.owner)
         if rng is None:
-            run = plain(piece)
+            run = plain(piece.module)
         else:
             assert rng.device.type == precision.device.type
             seed_each(piece, captured.module, rng)
