@@ -78,7 +78,11 @@ def test_layers_are_corrected_by_the_parts_that_devices_work(
     assert min(meshed.work.shares.values()) < 0.75
     assert sum(meshed.work.messages.values()) > 0
     nodes = meshed.task.profiled.nodes
-    messages = {key: nodes[key[0]].compute_seconds for key in meshed.work.messages}
+    # As long as the passes: of what is left, a tenth of a pass at least is taken for work.
+    messages = {
+        (name, backward): nodes[name].backward_seconds if backward else nodes[name].forward_seconds
+        for name, backward in meshed.work.messages
+    }
     meshed = meshed._replace(work=replace(meshed.work, messages=messages))
     run, before = CalibrationRun(tmp_path, measured(meshed.plan, meshed.passes(3.0))), meshed.task
     found = calibrated(before.profiled, [run], None, None, [meshed.work])
