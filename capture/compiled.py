@@ -1,8 +1,9 @@
-"""What runs part of a model: as it is, or as torch.compile makes it."""
+"""What runs part of a model: as it is, or as torch.compile makes it, whole or in groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from pipedream.capture.grouped import Group, Grouped
 from pipedream.capture.rewrites.drawn_apart import DrawnApart, is_seed
 from pipedream.graph.errors import UserError
-from pipedream.graph.run_config import INDUCTOR
+from pipedream.graph.run_config import BY_GROUPS, INDUCTOR
 
 Run: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
 """(parameters and buffers by name, inputs) -> what the module gives."""
@@ -29,12 +31,13 @@ def plain(module: fx.GraphModule) -> Run:
 
 def check_backend(backend: str, option: str = "compile") -> None:
     """Raises UserError for one of torch.compile that does not exist."""
-    if backend not in torch.compiler.list_backends(exclude_tags=()):
+    if backend.removeprefix(BY_GROUPS) not in torch.compiler.list_backends(exclude_tags=()):
         raise UserError(f"{option}: backend {backend!r} is not available; write {INDUCTOR}")
 
 
 def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
-    """Returns what runs the module on `device`, compiled when it first runs.
+    """Returns what runs the module on `device`, compiled when it first runs: in one piece, or with
+    BY_GROUPS in its groups.
 
     What dropout draws is drawn before, so that it is what it would be without compiling and does
     not divide what is compiled.
@@ -43,8 +46,31 @@ def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
     for seed in _seeds(apart.module):  # a compiled one would seed only once
         seed.forward = torch.compiler.disable(seed.forward)  # type: ignore[no-untyped-call]
     # Never for shapes in general: the last, smaller minibatch has a module of its own.
-    whole = compiled_function(_on_its_own(plain(apart.module)), backend, device)
+    if backend.startswith(BY_GROUPS):
+        compute = _OncePerForm(backend.removeprefix(BY_GROUPS), device)
+        whole = Grouped.of(apart.module).run_by(compute)
+    else:
+        whole = compiled_function(_on_its_own(plain(apart.module)), backend, device)
     return lambda tensors, inputs: whole(tensors, (*inputs, *apart.values()))
+
+
+@dataclass(frozen=True)
+class _OncePerForm:
+    """Compiles groups, those of one form as one function."""
+
+    backend: str
+    device: torch.device
+    made: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def __call__(self, group: Group) -> Callable[..., Any]:
+        if group.form not in self.made:
+            module = group.module
+
+            def run(*given: Tensor) -> Any:
+                return module(*given)
+
+            self.made[group.form] = compiled_function(_on_its_own(run), self.backend, self.device)
+        return self.made[group.form]
 
 
 def compiled_function(
@@ -60,7 +86,7 @@ def compiled_function(
     return torch.compile(run, backend=backend, dynamic=False)
 
 
-def _on_its_own(run: Run) -> Run:
+def _on_its_own(run: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function with code of its own: of one code torch compiles eight forms, and runs
     all others as they are, without a word.
     """

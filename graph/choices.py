@@ -35,7 +35,7 @@ Recompute: TypeAlias = Literal["never", "auto", "always"]
 InFlight: TypeAlias = Literal["useful", "least"]
 """Minibatches in flight: as many as still raise the throughput, or PipeDream's number."""
 
-Grouping: TypeAlias = Literal["none", "fusion"]
+Grouping: TypeAlias = Literal["none", "module", "fusion"]
 """Which operators a plan keeps together: see `pipedream.optimizer.cuts.groups`."""
 
 IntraOp: TypeAlias = Literal["auto", "exact", "cones", "propagate", "recursive", "none"]

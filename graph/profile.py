@@ -136,11 +136,19 @@ class ProfiledLoss(ArtifactModel):
     backward_seconds: Quartiles
 
 
-class CompiledPasses(ArtifactModel):
-    """Seconds of passes of the whole model, forward and backward."""
+class CompiledWay(ArtifactModel):
+    """One way to compile, or not to."""
 
-    eager_seconds: _Positive
-    compiled_seconds: _Positive
+    compile: str | None
+    """As `Profile.compile`."""
+    seconds: _Positive
+    """Of a pass of the whole model, forward and backward."""
+    compile_seconds: _NonNegative
+    """What it takes to compile the whole model, with what caches hold."""
+    groups: int = Field(ge=1)
+    """Parts that are compiled by themselves."""
+    forms: int = Field(ge=1)
+    """Of these, how many differ."""
 
 
 class ProfiledUpdate(ArtifactModel):
@@ -219,11 +227,13 @@ class Profile(ArtifactModel):
     """The arguments of its factory."""
     batch_size: int = Field(ge=1)
     compile: str | None = None
-    """torch.compile's backend that stages were measured with; None if they are not compiled."""
-    compile_compared: CompiledPasses | None = None
-    """Both, where the faster one was to be found."""
+    """torch.compile's backend that stages were measured with, after `groups:` if by groups; None if
+    they are not compiled.
+    """
+    compile_compared: tuple[CompiledWay, ...] = ()
+    """All ways, where the fastest was to be found."""
     not_compiled: str | None = None
-    """Why it could not be found."""
+    """Why one could not be measured."""
     warmup: int = Field(ge=0)
     """Passes before the first that counted."""
     repeats: int = Field(ge=1)

@@ -22,6 +22,16 @@ AUTO = "auto"
 
 INDUCTOR = "inductor"
 
+BY_GROUPS = "groups:"
+"""Before a backend: for each group of operators by itself, equal ones once."""
+
+_SHORT = {
+    "none": None,
+    "stage": INDUCTOR,
+    "groups": BY_GROUPS + INDUCTOR,
+    _REDUCE_OVERHEAD: INDUCTOR,
+}
+
 _FUNCTION = r"[\w.\-]+:[\w.]+"
 
 
@@ -214,9 +224,10 @@ class RunConfig(ArtifactModel):
     nan: Literal["stop", "skip"] = "stop"
     """What happens when a gradient is not finite: end the run, or leave out the update."""
     compile: str | None = None
-    """torch.compile's backend for each stage, such as `inductor`; by default stages run eagerly.
-    `auto` is inductor where pd-profile has found it faster; `reduce-overhead` is inductor with
-    `cuda_graphs`.
+    """torch.compile's backend for each stage, such as `inductor`; by default, and with `none`,
+    stages run eagerly. `groups:BACKEND` compiles each block of a model by itself, equal ones once;
+    `stage` and `groups` stand for inductor, each way. `auto` is what pd-profile has found fastest;
+    `reduce-overhead` is inductor with `cuda_graphs`.
     """
     cuda_graphs: bool = False
     """Whether GPUs do passes again as they were recorded, with flush and gpipe."""
@@ -247,7 +258,7 @@ class RunConfig(ArtifactModel):
     @property
     def compile_backend(self) -> str | None:
         """Returns torch.compile's backend, None for none; with `auto` the plan says which."""
-        return INDUCTOR if self.compile == _REDUCE_OVERHEAD else self.compile
+        return backend_of(self.compile)
 
     @property
     def records_passes(self) -> bool:
@@ -281,6 +292,13 @@ class RunConfig(ArtifactModel):
         """A name stands for a list of it, and in a list for one without arguments."""
         listed = metrics if isinstance(metrics, (list, tuple)) else [metrics]
         return [{"source": each} if isinstance(each, str) else each for each in listed]
+
+
+def backend_of(compile: str | None) -> str | None:
+    """Returns the backend, after BY_GROUPS or alone, that a word for it stands for; else `compile`
+    itself.
+    """
+    return compile if compile is None else _SHORT.get(compile, compile)
 
 
 def read_config(path: Path) -> RunConfig:

@@ -69,9 +69,10 @@ _GROUPS = {
             default=1,
         ),
         option(
-            "--compile BACKEND",
-            "Measure stages as torch.compile makes them: inductor, auto for whichever is faster, or"
-            " none.  [default: the run config's compile, else none]",
+            "--compile WAY",
+            "Measure stages as torch.compile makes them: stage for all of one, groups for blocks of"
+            " the model, equal ones once, auto for what is fastest, the name of a backend, or none."
+            "  [default: the run config's compile, else none]",
         ),
         option(
             "--shards N,N,...",
@@ -270,9 +271,9 @@ def _shards(text: str) -> tuple[int, ...]:
 def _backend(asked: str | None, own: str | None) -> str | None:
     """Returns torch.compile's backend, None for none. Raises UserError."""
     from pipedream.capture.compiled import check_backend
-    from pipedream.graph.run_config import AUTO
+    from pipedream.graph.run_config import AUTO, backend_of
 
-    backend = own if asked is None else None if asked == "none" else asked
+    backend = own if asked is None else backend_of(asked)
     if backend not in (None, AUTO):
         check_backend(backend, "compile" if asked is None else f"--compile {asked}")
     return backend

@@ -38,7 +38,7 @@ from pipedream.graph.profile import (
     SharedParameter,
     Totals,
 )
-from pipedream.graph.run_config import AUTO, INDUCTOR
+from pipedream.graph.run_config import AUTO, BY_GROUPS, INDUCTOR
 from pipedream.profiler.device import device_name, is_out_of_memory
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.operators import profile_operators
@@ -59,6 +59,7 @@ from pipedream.profiler.timing.training_overheads import (
     updates,
 )
 
+_WAYS = (None, INDUCTOR, BY_GROUPS + INDUCTOR)
 _MODEL_LIBRARIES = ("torchvision", "transformers", "timm")
 
 
@@ -69,8 +70,8 @@ class Settings:
     `meta`: the model has no memory, and only one node at a time gets some. `workers`: the processes
     that run the model at the same time, including this one. `shards`: the numbers of devices for
     which local operators are timed; None for two, of the operators that take most.
-    `backend`: torch.compile's, for models whose stages will be compiled; `auto` for inductor if it
-    is faster.
+    `backend`: torch.compile's, for models whose stages will be compiled, after BY_GROUPS if by
+    groups; `auto` for inductor, whichever way is fastest.
     """
 
     model: str
@@ -219,7 +220,6 @@ def _time(
 ) -> Times:
     """Times whole passes if they fit in memory, else node by node."""
     stopping_rule, device, backend = settings.stopping_rule, settings.device, settings.backend
-    choose = backend == AUTO
     fits = not settings.meta and _needs(captured, kept) <= free_memory(device)
     if backend is not None and not fits:
         raise UserError(
@@ -245,8 +245,7 @@ def _time(
         device,
         loss_of if loss is not None else None,
         progress,
-        INDUCTOR if choose else backend,
-        choose,
+        _WAYS if backend == AUTO else (backend,),
     )
 
 
@@ -281,7 +280,7 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
         args=dict(settings.args),
         batch_size=settings.batch_size,
         compile=times.backend,
-        compile_compared=times.compared,
+        compile_compared=tuple(times.compared),
         not_compiled=times.refused,
         warmup=times.warmup,
         repeats=times.repeats,

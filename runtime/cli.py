@@ -65,6 +65,12 @@ _GROUPS = {
             "--device", "Where each worker computes.", click.Choice(["cpu", "cuda"]), default="cpu"
         ),
         option(
+            "--compile WAY",
+            "What torch.compile gets: none, stage, groups (blocks of the model, equal ones once),"
+            " auto for what pd-profile has found fastest, or the name of a backend.  [default: the"
+            " config's compile, else none]",
+        ),
+        option(
             "--dry-run",
             "Check plan, run config, data, model, loss and memory in this process, in seconds;"
             " train and write nothing.",
@@ -232,6 +238,8 @@ def _job(
 
     read, run_config = read_plan(plan), read_config(config)
     run = output or Path("runs") / config.stem
+    if (way := options.pop("compile")) is not None:
+        run_config = run_config.model_copy(update={"compile": way})
     if options["evaluate_only"]:
         run_config = _to_evaluate(run_config, {**options, "replan": replan})
     options["schedule"] = options["schedule"] or read.schedule

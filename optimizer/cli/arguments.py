@@ -115,8 +115,8 @@ GROUPS = {
         option("--straight", "No replication: one device per stage.  [default: off]"),
         option(
             "--group",
-            "Keep operators together that are better computed together: fusion puts what is"
-            " elementwise, or reduces rows, with the product or convolution before it. There are"
+            "Keep operators together: fusion puts what is elementwise, or reduces rows, with the"
+            " product or convolution before it; module keeps the blocks of a model whole. There are"
             " fewer cuts to search; none cuts between any two.",
         ),
         option(

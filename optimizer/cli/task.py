@@ -10,6 +10,7 @@ from pathlib import Path
 from pipedream.graph.choices import DEFAULT_ORDER, IntraOp, ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
+from pipedream.graph.placements.module_groups import module_groups
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.placements.placement import Mesh, device_count
 from pipedream.graph.profile import Profile
@@ -198,7 +199,7 @@ def make_task(options: Options) -> Task:
         stages_each=options.stages_per_rank,
         sharing=() if profile is None else profile.learned_together,
         split=_split(options, profiled, profile),
-        groups=_groups(options, profiled, operators),
+        groups=_groups(options, profiled, operators, profile),
     )
     calibration = Calibration.of(runs, request, options, profile)
     request = calibration.corrected(request)
@@ -359,7 +360,7 @@ def _split(options: Options, graph: Graph, profile: Profile | None) -> Split | N
 
 
 def _groups(
-    options: Options, graph: Graph, operators: OperatorProfile | None
+    options: Options, graph: Graph, operators: OperatorProfile | None, profile: Profile | None
 ) -> tuple[tuple[str, ...], ...]:
     """Returns the groups of nodes that --group keeps whole. Raises UserError."""
     if options.group == "none":
@@ -367,7 +368,15 @@ def _groups(
     option = "--split" if options.split is not None else "--replicas"
     if options.split is not None or options.replicas is not None:
         raise UserError(f"{option} says what the stages are: leave out --group {options.group}")
-    return fusion_groups(PlanningGraph.of(graph), classes_of(graph, operators))
+    planning = PlanningGraph.of(graph)
+    if options.group == "fusion":
+        return fusion_groups(planning, classes_of(graph, operators))
+    if profile is None:
+        raise UserError(
+            "--group module: needs the profile.json beside graph.txt, which names the modules: run"
+            " pd-profile, or leave it out"
+        )
+    return tuple(module_groups(planning.names, profile.modules))
 
 
 def _with_schedule(options: Options) -> Options:

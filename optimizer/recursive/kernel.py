@@ -226,14 +226,15 @@ def _read_costs(
         value, slot = graph.reads.items[k], k - first
         source = _placed(graph, options, chosen, value)
         place = options.bytes_at[rows[node]] + slot
-        codes = options.slot_codes[options.first_code[place] : options.first_code[place + 1]]
-        for code in codes:
-            costs[slot, code] = 0.0
+        begin, end = options.first_code[place], options.first_code[place + 1]
+        for c in range(begin, end):  # views of arrays would be counted, in each loop
+            costs[slot, options.slot_codes[c]] = 0.0
         if source < 0:
             continue
         maker = options.bytes_at[rows[graph.producers[value]]] + graph.slots[value]
         own = min(options.bytes[place], options.bytes[maker])
-        for code in codes:
+        for c in range(begin, end):
+            code = options.slot_codes[c]
             if graph.written[value] and code != source:
                 costs[slot, code] = np.inf
             elif not wanted[value, code]:
@@ -260,35 +261,40 @@ def _result_costs(  # noqa: C901
     for k in range(first, graph.results.begin[node + 1]):
         value, slot, asked = graph.results.items[k], reads + k - first, False
         place = options.bytes_at[rows[node]] + slot
-        codes = options.slot_codes[options.first_code[place] : options.first_code[place + 1]]
+        begin, end = options.first_code[place], options.first_code[place + 1]
         own = options.bytes[place]
-        for code in codes:
+        for c in range(begin, end):
+            code = options.slot_codes[c]
             minibatch[slot, code] = update[slot, code] = 0.0
         if value < 0:
             continue
         for target in range(len(moves.fixed)):
             if wanted[value, target]:
                 asked = asked or target != SUM
-                for code in codes:
+                for c in range(begin, end):
+                    code = options.slot_codes[c]
                     moved = graph.written[value] and code != target
                     cost = np.inf if moved else _seconds(moves, code, target, own)
                     minibatch[slot, code] += cost
         for e in range(graph.ends.begin[value], graph.ends.begin[value + 1]):
             kind, partner, asked = graph.ends.items[e], graph.partners[e], True
             target = _placed(graph, options, chosen, partner) if partner >= 0 else -1
-            for code in codes:
+            for c in range(begin, end):
+                code = options.slot_codes[c]
                 _add_end(moves, own, kind, code, target, minibatch, update, slot, code)
         for e in range(graph.gradients.begin[value], graph.gradients.begin[value + 1]):
             source = _placed(graph, options, chosen, graph.gradients.items[e])
             if source >= 0:
-                for code in codes:
+                for c in range(begin, end):
+                    code = options.slot_codes[c]
                     kind = graph.gradient_kinds[e]
                     _add_end(moves, own, kind, source, code, minibatch, update, slot, code)
         if not asked:
             partner, kind, target = graph.late[value], OUTPUT, WHOLE
             if partner >= 0:
                 kind, target = PARAMETER_GRADIENT, _placed(graph, options, chosen, partner)
-            for code in codes:
+            for c in range(begin, end):
+                code = options.slot_codes[c]
                 if code == SUM or (partner >= 0 and target == WHOLE):
                     _add_end(moves, own, kind, code, target, minibatch, update, slot, code)
                 elif partner >= 0 and code > SUM and target > SUM:

@@ -17,7 +17,7 @@ decides the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from pipedream.optimizer.recursive.graph import HalvingGraph
 from pipedream.optimizer.recursive.kernel import Moves, decide
 from pipedream.optimizer.recursive.options import Floats, Ints, OptionTable, given_state
 from pipedream.sharding.assignment import Assignment, LinkedMesh
-from pipedream.sharding.axis import chunk_numbers, results
+from pipedream.sharding.axis import chunk_numbers
 
 _SWEEPS = 8
 _LONG = 2**40
@@ -133,27 +133,32 @@ class RecursiveSearch:
             self._tables[requested] = table, states
         return self._tables[requested]
 
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(call.name for call in self.graph.calls)
+
+    @cached_property
+    def _writing(self) -> tuple[OperatorCall, ...]:
+        return tuple(call for call in self.graph.calls if call.operator.stays)
+
     def _assignment(self, mesh: LinkedMesh, table: OptionTable, chosen: Ints) -> Assignment:
         """`chosen`: the options by node and axis."""
-        known: dict[bytes, int] = {}
-        numbers = [known.setdefault(row.tobytes(), len(known)) for row in chosen]
-        rows = (np.frombuffer(row, np.int64).tolist() for row in known)
-        distinct = [tuple(table.strategies[option] for option in row) for row in rows]
-        outputs = [
-            tuple(zip(*(each.outputs for each in strategies), strict=True))
+        numbers, examples = _numbered(chosen)
+        distinct = [
+            tuple(table.strategies[option] for option in row) for row in chosen[examples].tolist()
+        ]
+        ends = [
+            tuple(zip(*((*each.inputs, *each.outputs) for each in strategies), strict=True))
             for strategies in distinct
         ]
-        placed = {
-            value: outputs[number][slot]
-            for node, number in zip(self._halving.nodes, numbers, strict=True)
-            for slot, value in enumerate(results(node))
-            if value is not None
-        }
-        first = len(self.graph.inputs)
-        calls = zip(self.graph.calls, numbers[first:], strict=True)
-        strategies = {call.name: distinct[number] for call, number in calls}
+        nodes = self._halving.arrays
+        made = numbers[nodes.producers].tolist(), nodes.slots.tolist()
+        values = zip(self._halving.values, *made, strict=True)
+        placed = {value: ends[number][slot] for value, number, slot in values}
+        own = map(distinct.__getitem__, numbers[len(self.graph.inputs) :].tolist())
+        strategies = dict(zip(self._names, own, strict=True))
         assignment = Assignment(self.graph, mesh, strategies, placed)
-        _check_written(assignment)
+        _check_written(assignment, self._writing)
         return assignment
 
 
@@ -179,6 +184,18 @@ def _each(numbers: Ints, function: Callable[[int], int]) -> Ints:
     return table[numbers]
 
 
+def _numbered(rows: Ints) -> tuple[Ints, Ints]:
+    """Returns a number of each row, the same for equal ones, and by number one that has it."""
+    numbers = np.zeros(len(rows), np.int64)
+    for k, column in enumerate(rows.T):
+        if k == 0 or (column != rows[:, k - 1]).any():
+            both = numbers * (column.max(initial=0) + 1) + column
+            numbers = np.unique(both, return_inverse=True)[1].reshape(-1)
+    examples = np.zeros(numbers.max(initial=-1) + 1, np.int64)
+    examples[numbers] = np.arange(len(rows))
+    return numbers, examples
+
+
 def _alike(one: tuple[Ints, Floats, int, Link], other: tuple[Ints, Floats, int, Link]) -> bool:
     """Tells whether an axis has the rows, seconds of work, devices and link of another."""
     return (
@@ -193,9 +210,9 @@ def _seconds_per_byte(link: Link) -> float:
     return float(link.seconds(2 * _LONG) - link.seconds(_LONG)) / _LONG
 
 
-def _check_written(assignment: Assignment) -> None:
-    """Raises UserError if what an operator changes in place is not where it wants it."""
-    for call in assignment.graph.calls:
+def _check_written(assignment: Assignment, writing: Iterable[OperatorCall]) -> None:
+    """Raises UserError if what one of these operators changes in place is not where it wants it."""
+    for call in writing:
         for number in call.operator.stays:
             value, wanted = call.reads[number], assignment.targets(call.name)[number]
             placed = assignment.placed[value]

@@ -8,7 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.profile import Profile, Quartiles
+from pipedream.graph.profile import CompiledWay, Profile, Quartiles
+from pipedream.graph.run_config import BY_GROUPS
 from pipedream.graph.tables import break_words, make_console
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.report.layers import QUANTITIES, layer_names, layers_frame
@@ -91,14 +92,11 @@ def _summary(profile: Profile) -> str:
     lines.append(
         f"Measured on {where}: median of {profile.repeats} after {profile.warmup} of warm-up."
     )
-    if (compared := profile.compile_compared) is not None:
-        compiled, eager = compared.compiled_seconds, compared.eager_seconds
-        lines.append(
-            f"Passes of the whole model take {show_seconds(compiled)} compiled, else"
-            f" {show_seconds(eager)}."
-        )
+    if profile.compile_compared:
+        ways = (f"{show_seconds(way.seconds)} {_way(way)}" for way in profile.compile_compared)
+        lines.append(f"Passes of the whole model take {', '.join(ways)}.")
     if profile.not_compiled is not None:
-        lines.append(f"Stages are not compiled: {profile.not_compiled}.")
+        lines.append(f"Not compiled: {profile.not_compiled}.")
     if profile.compile is not None:
         lines.append(
             f"Times and saved bytes are of parts compiled by {profile.compile}, as stages will be."
@@ -126,6 +124,15 @@ def _summary(profile: Profile) -> str:
             f" {profile.forward.worst_error:.1%} and {profile.backward.worst_error:.1%})."
         )
     return "\n".join(lines)
+
+
+def _way(way: CompiledWay) -> str:
+    if way.compile is None:
+        return "not compiled"
+    took = f"compiled in {show_seconds(way.compile_seconds)}"
+    if not way.compile.startswith(BY_GROUPS):
+        return f"{took} as a whole"
+    return f"{took} as {way.groups} groups, {way.forms} of them different"
 
 
 def _spread(profile: Profile) -> float:

@@ -6,12 +6,13 @@ of the stretches of the same repeat, so that a slow moment of the machine affect
 
 Compiled stages have no nodes that could be timed. Then the stretches are compiled, as stages will
 be, and each of the smallest says for its nodes what part of their times it takes. To find out
-whether that is faster, both are measured.
+which way is fastest, all are measured.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from pipedream.capture.captured import Captured
+from pipedream.capture.grouped import Grouped, mark_groups
 from pipedream.capture.node_modules import preserve_model_state
-from pipedream.graph.profile import CompiledPasses, Quartiles
+from pipedream.graph.profile import CompiledWay, Quartiles
+from pipedream.graph.run_config import BY_GROUPS
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import stopwatch
@@ -31,11 +34,12 @@ from pipedream.profiler.timing.timed_stretch import (
     Division,
     NodeSeconds,
     TimedStretch,
-    both_ways,
+    Way,
+    fastest,
     gains,
-    is_worth_it,
     run,
     saved_parts,
+    seconds_of,
     taking,
     wrong_gradient,
 )
@@ -44,8 +48,8 @@ from pipedream.profiler.timing.times import Times, Timing
 _DIVISIONS = (2, 4, 1)
 _COMPILED_DIVISIONS = (6, 1)
 """As each stretch takes a while to compile; the first says what each part of a model gains."""
-_FIRST_RUNS = 3
-"""Of a stretch that is compiled: in these it is."""
+_FURTHER_RUNS = 2
+"""Of a stretch, after the one in which it is compiled."""
 _RECOMPUTED = 3
 """Every this many repeats, the forward pass runs once more without saving for a backward pass."""
 
@@ -61,22 +65,21 @@ def time_in_training(
     device: torch.device,
     loss: Loss | None = None,
     progress: Callable[[float], None] = lambda part: None,
-    backend: str | None = None,
-    choose: bool = False,
+    ways: Sequence[Way] = (None,),
 ) -> Times:
     """Times the nodes of `captured` in passes on `inputs` (in the order of `captured.inputs`).
 
     The backward pass starts at `loss`, or at random gradients of the outputs without one.
-    `progress` is called with the fraction done, from 0 to 1. `backend`: of torch.compile, if stages
-    will be compiled; with `choose` only if that is faster. Buffers are restored. Raises
-    CannotCompile, without `choose`, also if compiled passes compute other gradients.
+    `progress` is called with the fraction done, from 0 to 1. `ways`: how stages will be compiled,
+    or of several that begin with None the fastest. Buffers are restored. Raises CannotCompile if
+    the only way cannot be had, or computes other gradients.
     """
     with preserve_model_state(captured), no_garbage_collection(), torch.enable_grad():
-        bench = _Bench(captured, inputs, device, loss, backend, choose)
+        bench = _Bench(captured, inputs, device, loss, ways)
         repeats = Repeats(stopping_rule)
         while repeats.warm(bench.warm_up()):
             pass
-        if backend is not None:  # which takes a while
+        if any(ways):  # compiling takes a while
             progress(0.0)
         bench.divide()
         for number in count():
@@ -84,7 +87,7 @@ def time_in_training(
             progress(repeats.part)
             if not more:
                 break
-        for further in range(number + 1, len(bench.divisions) if choose else 0):
+        for further in range(number + 1, len(bench.every) if len(ways) > 1 else 0):
             bench.repeat(further)
         return bench.times(repeats)
 
@@ -111,12 +114,11 @@ class _Bench:
         inputs: Sequence[Tensor],
         device: torch.device,
         loss: Loss | None,
-        backend: str | None = None,
-        choose: bool = False,
+        ways: Sequence[Way] = (None,),
     ) -> None:
         self.captured, self.device, self.loss = captured, device, loss
-        self.backend, self.choose = backend, choose
-        self.compared: CompiledPasses | None = None
+        self.ways, self.way = ways, ways[0]
+        self.compared: list[CompiledWay] = []
         self.refused: str | None = None
         self.inputs = captured.on_device(inputs, device)
         self.nodes = captured.working
@@ -128,11 +130,15 @@ class _Bench:
         )
         self.turns: list[BothPasses] = []
         self.recomputed: list[NodeSeconds] = []
-        self.divisions: list[Division] = []
-        self.plain = 0
+        self.divisions: dict[Way, list[Division]] = {}
+        self.compiled_in: dict[Way, float] = {None: 0.0}
 
-    def _stretch(self, nodes: Sequence[str], marked: bool, backend: str | None = None) -> Stretch:
-        return Stretch(self.captured, nodes, self.watch, self.device, marked, backend)
+    @property
+    def every(self) -> list[Division]:
+        return [division for own in self.divisions.values() for division in own]
+
+    def _stretch(self, nodes: Sequence[str], marked: bool, way: Way = None) -> Stretch:
+        return Stretch(self.captured, nodes, self.watch, self.device, marked, way)
 
     def _by_node(self, turn: Turn) -> tuple[NodeSeconds, NodeSeconds]:
         """Times by node; the time of the call is divided by the number of parameters."""
@@ -154,38 +160,58 @@ class _Bench:
         return turn.forward.seconds + turn.backward.seconds
 
     def divide(self) -> None:
-        """Divides the nodes into stretches by their times in the warm-up."""
-        self.divisions = []
-        if self.backend is None or self.choose:
-            self.divisions += self._divided(_DIVISIONS)
-        self.plain = len(self.divisions)
-        if self.backend is not None:
-            self.divisions += self._divided(_COMPILED_DIVISIONS, self.backend)
-            try:
-                self._compile()
-            except (CannotCompile, TorchDynamoException) as error:
-                self.refused = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                if not self.choose:
-                    raise CannotCompile(self.refused) from error
-                del self.divisions[self.plain :]
+        """Divides the nodes into stretches by their times in the warm-up, for each way."""
+        self.divisions = {}
+        for way in self.ways:
+            if way is None:
+                self.divisions[None] = self._divided(_DIVISIONS)
+            elif len(self.ways) == 1 or not way.startswith(BY_GROUPS) or self._repeats():
+                self._compile(way)
 
-    def _compile(self) -> None:
-        """Compiles the stretches by running them. Raises CannotCompile if gradients are wrong."""
-        for division in self.divisions[self.plain :] * _FIRST_RUNS:
-            for _timed, _turn in run(division, self.inputs, self.loss):
-                pass
+    def _repeats(self) -> bool:
+        """Tells whether some groups are equal: else they gain nothing."""
+        grouped = self._grouped()
+        return grouped.forms < len(grouped.groups)
+
+    def _grouped(self) -> Grouped:
+        module = self._stretch(self.nodes, marked=False).part.module
+        mark_groups(module, self.captured, self.nodes)
+        return Grouped.of(module)
+
+    def _compile(self, way: str) -> None:
+        """Adds a way. Raises CannotCompile if it is the only one, and cannot be had."""
+        try:
+            self.divisions[way] = self._made(way)
+        except (CannotCompile, TorchDynamoException) as error:
+            self.refused = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            if len(self.ways) == 1:
+                raise CannotCompile(self.refused) from error
+
+    def _made(self, way: str) -> list[Division]:
+        """Compiles stretches by running them. Raises CannotCompile if gradients are wrong."""
+        divisions = self._divided(_COMPILED_DIVISIONS, way)
+        began = time.perf_counter()
+        self._run(divisions[-1])
+        self.compiled_in[way] = time.perf_counter() - began
+        for division in (*divisions[:-1], *divisions * _FURTHER_RUNS):
+            self._run(division)
         whole = self._stretch(self.nodes, marked=False)
-        wrong = wrong_gradient(whole, self.divisions[-1][0].stretch, self.inputs)
+        wrong = wrong_gradient(whole, divisions[-1][0].stretch, self.inputs)
         if wrong is not None:
-            raise CannotCompile(f"{self.backend} computes another gradient of {wrong}")
+            raise CannotCompile(f"{way} computes another gradient of {wrong}")
+        return divisions
 
-    def _divided(self, counts: Sequence[int], backend: str | None = None) -> list[Division]:
+    def _run(self, division: Division) -> None:
+        for _ in run(division, self.inputs, self.loss):
+            pass
+
+    def _divided(self, counts: Sequence[int], way: Way = None) -> list[Division]:
         ends = [] if self.loss is None else [LOSS]
         found: list[Division] = []
         for number in counts:
             division = stretches(self.captured.graph, self.nodes, self.seconds, number)
             names = [*division[:-1], [*division[-1], *ends]]
-            made = [self._stretch(nodes, False, backend) for nodes in division]
+            made = [self._stretch(nodes, False, way) for nodes in division]
             found.append(list(map(TimedStretch, division, names, made)))
         return found
 
@@ -198,18 +224,18 @@ class _Bench:
             with torch.no_grad():
                 recomputed = self.whole.run(self.inputs, self.loss)
             self.recomputed.append(self._by_node(recomputed)[0])
-        division = self.divisions[number % len(self.divisions)]
+        division = self.every[number % len(self.every)]
         for timed, alone in run(division, self.inputs, self.loss):
             timed.alone.append((number, alone.forward.seconds, alone.backward.seconds))
         return turn.forward.seconds + turn.backward.seconds
 
     def _saved_parts(self) -> dict[str, float]:
         """Returns by node what is saved, in parts of what it is eagerly; empty if not compiled."""
-        if self.backend is None:
+        if self.way is None:
             return {}
-        small = self._saved(self.divisions[0])
-        ((_, *large),) = self._saved(self.divisions[-1])
-        return saved_parts(small, (large[0], large[1]))
+        divisions = self.divisions[self.way]
+        ((_, *large),) = self._saved(divisions[-1])
+        return saved_parts(self._saved(divisions[0]), (large[0], large[1]))
 
     def _saved(self, division: Division) -> list[tuple[TimedStretch, int, int]]:
         """Returns for each stretch the bytes that it saves eagerly, and compiled."""
@@ -221,21 +247,29 @@ class _Bench:
         return found
 
     def _decide(self) -> None:
-        """Leaves the stretches that are faster, compiled or not."""
-        plain, made = self.divisions[: self.plain], self.divisions[self.plain :]
-        if made:
-            self.compared = both_ways(plain[-1], made[-1], self.turns)
-        if self.compared is not None and is_worth_it(self.compared):
-            self.divisions = made
-        else:
-            self.divisions, self.backend = plain, None
+        """Takes the way that is fastest."""
+        wholes = {way: own[-1] for way, own in self.divisions.items()}
+        seconds = seconds_of(wholes, self.turns)
+        self.way = fastest(seconds)
+        self.compared = [self._compared(way, own) for way, own in seconds.items()]
+
+    def _compared(self, way: Way, seconds: float) -> CompiledWay:
+        grouped = self._grouped() if way is not None and way.startswith(BY_GROUPS) else None
+        return CompiledWay(
+            compile=way,
+            seconds=seconds,
+            compile_seconds=self.compiled_in[way],
+            groups=len(grouped.groups) if grouped else 1,
+            forms=grouped.forms if grouped else 1,
+        )
 
     def times(self, repeats: Repeats) -> Times:
-        if self.choose:
+        if len(self.divisions) > 1:
             self._decide()
-        if self.backend is not None:
+        if self.way is not None:
             self._take_gains()
-        measured = [each for division in self.divisions for each in division if each.alone]
+        every = self.divisions[self.way]
+        measured = [each for division in every for each in division if each.alone]
         compared = [each.compared(self.turns) for each in measured]
         forward = fit_stretches([own for own, _ in compared])
         backward = fit_stretches([own for _, own in compared])
@@ -261,14 +295,14 @@ class _Bench:
             backward,
             repeats.noted,
             self._saved_parts(),
-            self.backend,
+            self.way,
             self.compared,
             self.refused,
         )
 
     def _take_gains(self) -> None:
         """Gives nodes, and the loss, the part of their times that their compiled stretch takes."""
-        parts = gains(self.divisions[0], self.turns)
+        parts = gains(self.divisions[self.way][0], self.turns)
         self.turns = [(taking(one, parts, 0), taking(two, parts, 1)) for one, two in self.turns]
         self.recomputed = [taking(each, parts, 0) for each in self.recomputed]
 

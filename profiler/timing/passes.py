@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.compiled import compiled, plain
+from pipedream.capture.grouped import mark_groups
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.profiler.memory import address
 from pipedream.profiler.timing.stopwatch import Stopwatch
@@ -121,6 +122,7 @@ class Stretch:
         if marked or backend is None:
             self.compute = plain(self.part.module)
         else:
+            mark_groups(self.part.module, captured, nodes)
             self.compute = compiled(self.part.module, backend, device)
 
     def run(self, values: Mapping[str, Tensor], loss: Loss | None = None) -> Turn:

@@ -10,18 +10,23 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pipedream.graph.profile import CompiledPasses, Passes, ProfiledStretch
+from pipedream.graph.profile import Passes, ProfiledStretch
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
 from pipedream.profiler.timing.stretches import Compared
 
 NodeSeconds: TypeAlias = Mapping[str, float]
 """Seconds of each node and of the loss."""
 
+Way: TypeAlias = str | None
+"""torch.compile's backend, after BY_GROUPS if by groups; None where it is not compiled."""
+
 BothPasses: TypeAlias = tuple[NodeSeconds, NodeSeconds]
 """Forward and backward."""
 
 _WORTH_COMPILING = 0.99
 """Of the seconds of passes that are not compiled: else stages stay as they are."""
+_AS_FAST = 1.01
+"""Times the seconds of the fastest way: groups that repeat are compiled in less time."""
 _OFF = 0.02, 0.2
 """How far gradients of compiled passes may be from those of the others, all together, in parts of
 their norm: in single precision or more, and in less. Rounding alone, which a ResNet of pictures of
@@ -99,24 +104,28 @@ def taking(
     return {name: own * parts.get(name, (1.0, 1.0))[which] for name, own in seconds.items()}
 
 
-def both_ways(eager: Division, made: Division, turns: Sequence[BothPasses]) -> CompiledPasses:
+def seconds_of(wholes: Mapping[Way, Division], turns: Sequence[BothPasses]) -> Mapping[Way, float]:
     """Returns what passes of the whole model take, each way. Only ratios within a repeat are taken
     from each: the machine may have been slower in some.
     """
-    whole = [own for timed in eager for own in timed.compared(turns)]
-    summed = sum(own.summed for own in whole)
-    return CompiledPasses(
-        eager_seconds=summed * _ratio(whole),
-        compiled_seconds=summed * _ratio([o for timed in made for o in timed.compared(turns)]),
-    )
+    compared = {
+        way: [own for timed in whole for own in timed.compared(turns)]
+        for way, whole in wholes.items()
+    }
+    summed = sum(own.summed for own in compared[None])
+    return {way: summed * _ratio(own) for way, own in compared.items()}
 
 
 def _ratio(compared: Sequence[Compared]) -> float:
     return sum(own.measured for own in compared) / sum(own.summed for own in compared)
 
 
-def is_worth_it(passes: CompiledPasses) -> bool:
-    return passes.compiled_seconds < passes.eager_seconds * _WORTH_COMPILING
+def fastest(seconds: Mapping[Way, float]) -> Way:
+    """Returns the way to take: later ones, which are compiled sooner, if as fast."""
+    made = {way: own for way, own in seconds.items() if way is not None}
+    if min(made.values(), default=math.inf) >= seconds[None] * _WORTH_COMPILING:
+        return None
+    return [way for way, own in made.items() if own <= min(made.values()) * _AS_FAST][-1]
 
 
 def saved_parts(

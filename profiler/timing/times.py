@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipedream.graph.profile import CompiledPasses, DirectionFit, ProfiledStretch, Quartiles
+from pipedream.graph.profile import CompiledWay, DirectionFit, ProfiledStretch, Quartiles
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Times:
     `warmup`, `repeats`: numbers of passes. `pass_seconds`: each repeat of the whole model. Without
     `stretches` and their fits, nodes were timed one by one. `saved_parts`: by node what is saved
     for its backward pass once it is compiled, in parts of what it saves eagerly; else empty.
-    `backend`: torch.compile's that stages were measured with; `compared`: with what passes take
-    without, where the faster was to be found; `refused`: why it could not be.
+    `backend`: torch.compile's that stages were measured with; `compared`: with the other ways,
+    where the fastest was to be found; `refused`: why one could not be measured.
     """
 
     nodes: Mapping[str, Timing]
@@ -53,5 +53,5 @@ class Times:
     pass_seconds: Sequence[float] = ()
     saved_parts: Mapping[str, float] = field(default_factory=dict)
     backend: str | None = None
-    compared: CompiledPasses | None = None
+    compared: Sequence[CompiledWay] = ()
     refused: str | None = None

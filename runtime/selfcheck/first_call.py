@@ -40,7 +40,8 @@ def expect(
 def _figures(staged: StagedModel, minibatch: SplitMinibatch, loss: Loss) -> Any:
     forms, captured = staged.forms, staged.captured
     names = frozenset(name for name, _ in forms.model.named_buffers())
-    reference = Reference.of(captured, forms.plan, names, loss, forms.rng, forms.tolerance)
+    known = captured, forms.plan, names, loss, forms.rng, forms.tolerance
+    reference = Reference.of(*known, reorders=forms.backend is not None)
     if reference is None:
         return None
     captures = (forms.captures[call.kind] for call in minibatch.calls)

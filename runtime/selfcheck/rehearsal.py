@@ -167,7 +167,8 @@ def _reference(local: LocalModel) -> Reference | None:
     if captures is None:
         return None
     scale, known = scale_of(job.config).value, (captures.whole, job.plan, captures.buffers)
-    return Reference.of(*known, local.loss, local.rng, captures.tolerance, scale)
+    compiled = job.compile_backend is not None
+    return Reference.of(*known, local.loss, local.rng, captures.tolerance, scale, compiled)
 
 
 def _expected(

@@ -19,9 +19,11 @@ from pipedream.capture.captured import Captured, OutSpec, rebuild
 from pipedream.capture.compiled import Run, check_backend, compiled, plain
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture
+from pipedream.capture.grouped import mark_groups
 from pipedream.capture.loss import Loss
 from pipedream.capture.programs.attribution import GraphNodes
 from pipedream.capture.programs.loss_end import LossEnd
+from pipedream.capture.rewrites.fold_norms import fold_norms
 from pipedream.capture.segment import Segment, freeze_constants
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph
@@ -100,10 +102,13 @@ class StageModule:
                 tensor.data = tensor.data.to(precision.device)  # they stay those of the model
         piece = freeze_constants(built.to(precision.device), captured.owner)
         if rng is None:
+            if plan.stages[stage].mesh is None:
+                fold_norms(piece.module)
             run = plain(piece.module)
         else:
             assert rng.device.type == precision.device.type
             seed_each(piece, captured.module, rng)
+            mark_groups(piece.module, captured, interface.nodes)
             run = make_compute(piece, precision, backend)
         program = StageProgram(piece, precision, backend, ends, nodes=GraphNodes.of(captured))
         outputs, out_spec = captured.outputs, captured.out_spec

@@ -20,6 +20,7 @@ from pipedream.capture.programs.loss_end import LOSS, LossEnd, Target
 from pipedream.capture.programs.program import Program
 from pipedream.capture.segment import Segment
 from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import BY_GROUPS
 from pipedream.runtime.stages.crossings import Crossings
 from pipedream.runtime.stages.planned_passes import PlannedPasses
 from pipedream.runtime.stages.recordings import Recordings
@@ -41,9 +42,10 @@ class NamedProgram:
 @dataclass(eq=False)
 class StageProgram:
     """Runs `piece` as programs, under the settings of its module: its `precision` and
-    torch.compile's `backend`. All inputs of the piece have the same shapes each time; its operators
-    are of these `nodes` of the graph. With `planned` they are the programs of one device of a
-    mesh, whose first passes say what its `sharding` is, and with `loss` they then end in it.
+    torch.compile's `backend`, by which each is compiled in one piece. All inputs of the piece have
+    the same shapes each time; its operators are of these `nodes` of the graph. With `planned` they
+    are the programs of one device of a mesh, whose first passes say what its `sharding` is, and
+    with `loss` they then end in it.
     """
 
     piece: Segment
@@ -178,7 +180,7 @@ class StageProgram:
             if isinstance(node.target, (Redistribution, DividedBatchNorm)):
                 node.target = torch.compiler.disable(node.target)  # type: ignore[no-untyped-call]
         part.recompile()
-        return compiled_function(part, self.backend, self.precision.device)
+        return compiled_function(part, self.backend.removeprefix(BY_GROUPS), self.precision.device)
 
 
 def _of_shape(shape: tuple[int, ...] | None, part: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule
 from pipedream.profiler.timing.stopwatch import Stopwatch
 from pipedream.profiler.timing.timed_stretch import (
     TimedStretch,
-    both_ways,
     saved_parts,
+    seconds_of,
     wrong_gradient,
 )
 from pipedream.runtime.run.job import Job
@@ -61,13 +61,13 @@ def captured() -> tuple[Captured, tuple[Tensor]]:
 def test_nodes_take_the_part_that_their_compiled_stretch_does() -> None:
     """Half forward and a quarter backward in the first stretch; the second gains nothing."""
     model, inputs = captured()
-    bench = _Bench(model, model.on_device(inputs, CPU).values(), CPU, None, "eager")  # type: ignore[arg-type]
+    bench = _Bench(model, model.on_device(inputs, CPU).values(), CPU, None, ["eager"])  # type: ignore[arg-type]
     repeats = Repeats(StoppingRule(1, 2, 0.0))
     repeats.warm(bench.warm_up())
     bench.divide()
     for number in range(2):
         repeats.go_on(bench.repeat(number))
-    parts, whole = bench.divisions
+    parts, whole = bench.divisions["eager"]
     before = list(bench.turns)
     for each in (*parts, *whole):
         each.alone.clear()
@@ -84,29 +84,46 @@ def test_nodes_take_the_part_that_their_compiled_stretch_does() -> None:
                     assert bench.turns[number][which][name] == pytest.approx(own)
 
 
-@pytest.mark.parametrize(("compiled", "backend"), [(0.9, "eager"), (0.995, None), (1.2, None)])
-def test_it_is_compiled_where_that_is_faster(compiled: float, backend: str | None) -> None:
-    """By one per cent at least; else nodes take what they took."""
-    model, inputs = captured()
+@pytest.mark.parametrize(
+    ("compiled", "groups", "backend"),
+    [
+        (0.9, 1.0, "eager"),
+        (0.995, 1.0, None),
+        (1.2, 1.1, None),
+        (0.9, 0.905, "groups:eager"),
+        (0.9, 0.92, "eager"),
+        (1.1, 0.9, "groups:eager"),
+    ],
+)
+def test_it_is_compiled_in_the_way_that_is_fastest(
+    compiled: float, groups: float, backend: str | None
+) -> None:
+    """By one per cent at least; else nodes take what they took. Groups, which are compiled sooner,
+    need not be faster than the whole.
+    """
+    inputs = (torch.randn(16, 8),)
+    blocks = Pointwise(), Pointwise()
+    model = capture(nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 4)), inputs)
     given = model.on_device(inputs, CPU).values()
-    bench = _Bench(model, given, CPU, None, "eager", choose=True)  # type: ignore[arg-type]
-    repeats = Repeats(StoppingRule(1, 5, 0.0))
+    factors = {None: 1.0, "eager": compiled, "groups:eager": groups}
+    bench = _Bench(model, given, CPU, None, list(factors))  # type: ignore[arg-type]
+    repeats = Repeats(StoppingRule(1, 7, 0.0))
     repeats.warm(bench.warm_up())
     bench.divide()
-    for number in range(5):
+    for number in range(7):
         repeats.go_on(bench.repeat(number))
-    bench.turns = [bench.turns[0]] * 5
-    for number, division in enumerate(bench.divisions):
-        factor = 1.0 if number < bench.plain else compiled
-        for timed in division:
+    bench.turns = [bench.turns[0]] * 7
+    for way, own in bench.divisions.items():
+        for timed in (each for division in own for each in division):
             sums = (sum(own[name] for name in timed.names) for own in bench.turns[0])
-            forward, backward = (factor * own for own in sums)
-            timed.alone[:] = [(number, forward, backward)]
+            forward, backward = (factors[way] * own for own in sums)
+            timed.alone[:] = [(0, forward, backward)]
     times = bench.times(repeats)
     assert times.backend == backend
-    assert times.compared is not None
-    found = times.compared.compiled_seconds / times.compared.eager_seconds
-    assert found == pytest.approx(compiled)
+    eagerly = times.compared[0].seconds
+    found = {way.compile: way.seconds / eagerly for way in times.compared}
+    assert found == pytest.approx(factors)
+    assert [(way.groups, way.forms) for way in times.compared] == [(1, 1), (1, 1), (4, 3)]
     assert bool(times.saved_parts) == (backend is not None)
     took = sum(each.forward.median + each.backward.median for each in times.nodes.values())
     eager = sum(sum(each.values()) for each in bench.turns[0]) if backend is None else None
@@ -143,8 +160,8 @@ def test_a_slow_moment_decides_nothing() -> None:
     eager, made = stretch("a"), stretch("a")
     eager.alone.append((0, 1.0, 2.0))
     made.alone.append((1, 2.7, 5.4))
-    found = both_ways([eager], [made], turns)
-    assert (found.eager_seconds, found.compiled_seconds) == pytest.approx((3.0, 2.7))
+    found = seconds_of({None: [eager], "inductor": [made]}, turns)
+    assert found == pytest.approx({None: 3.0, "inductor": 2.7})
 
 
 class Wrong(nn.Module):
@@ -196,9 +213,9 @@ def test_a_compiler_that_fails_is_told_of(choose: bool, monkeypatch: pytest.Monk
     why = "eager computes another gradient of first.weight"
     if not choose:
         with pytest.raises(CannotCompile, match=why):
-            time_in_training(*given, backend="eager")
+            time_in_training(*given, ways=["eager"])
         return
-    times = time_in_training(*given, backend="eager", choose=True)
+    times = time_in_training(*given, ways=[None, "eager"])
     assert (times.backend, times.refused, times.saved_parts) == (None, why, {})
 
 
@@ -215,7 +232,15 @@ compile: eager
 
 @pytest.mark.parametrize(
     ("asked", "planned", "wanted"),
-    [("auto", "inductor", "inductor"), ("auto", None, None), ("eager", "inductor", "eager")],
+    [
+        ("auto", "inductor", "inductor"),
+        ("auto", "groups:inductor", "groups:inductor"),
+        ("auto", None, None),
+        ("eager", "inductor", "eager"),
+        ("stage", None, "inductor"),
+        ("groups", None, "groups:inductor"),
+        ("none", "inductor", None),
+    ],
 )
 def test_with_auto_a_run_does_what_its_plan_says(
     tmp_path: Path, asked: str, planned: str | None, wanted: str | None

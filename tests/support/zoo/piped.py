@@ -54,7 +54,7 @@ class Way:
     """A way to train a module as a pipeline of so many `stages`.
 
     `halves`: backward passes in two halves, by programs; else whole ones, by autograd. `at`: the
-    number of nodes of the first of two stages.
+    number of nodes of the first of two stages. `backend`: of torch.compile, if it is compiled.
     """
 
     stages: int = 1
@@ -62,6 +62,7 @@ class Way:
     recompute: bool = False
     sizes: Sequence[Sequence[int]] = WHOLE
     at: int | None = None
+    backend: str | None = None
 
     def cut(self, captured: Captured) -> Sequence[Sequence[str]]:
         graph = captured.graph
@@ -113,9 +114,8 @@ class Pipelined:
 
     def _forms(self, stage: int, first: Captured) -> CapturedStages:
         model = self.specimen.model()
-        forms = CapturedStages(
-            model, self.plan, [stage], self.rng, IN_FULL, self.training, first=first
-        )
+        how = self.training, self.way.backend, first
+        forms = CapturedStages(model, self.plan, [stage], self.rng, IN_FULL, *how)
         call = Call(*self.specimen.call(0, 0, self.way.sizes[0][0]))
         own = _adopted(copy.deepcopy(first), model)
         forms.forms[call.kind] = {stage: forms._form(own, stage)}

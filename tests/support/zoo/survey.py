@@ -26,6 +26,8 @@ TRAINING: Mapping[str, Way] = {
     "recompute": Way(3, recompute=True),
     "halves, recompute": Way(3, halves=True, recompute=True),
     "smaller": Way(2, sizes=SMALLER),
+    "compiled": Way(2, backend="aot_eager"),
+    "groups": Way(backend="groups:aot_eager"),
     "Pipeline": PIPELINE,
 }
 EVALUATION: Mapping[str, Way] = {"eval": Way(), "eval, 3 stages": Way(3)}
