@@ -32,7 +32,7 @@ from pipedream.optimizer.recursive.options import SUM, WHOLE, Floats, Ints, Opti
 
 Counts: TypeAlias = NDArray[np.int32]
 _KEYS = 6
-_CLOSE = 1e-9
+_CLOSE, _FAR = 1e-9, 1 + 1e-6
 assert (OUTPUT, INPUT_GRADIENT, PARAMETER_GRADIENT, WHOLE, SUM) == (0, 1, 2, 0, 1)
 
 
@@ -66,7 +66,7 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
     """
     chosen = np.full(len(rows), -1, np.int64)
     devices, codes_count = moves.devices, len(moves.fixed)
-    wanted = np.zeros((len(graph.producers), codes_count), np.int32)
+    wanted = np.zeros((len(graph.producers), codes_count + 1), np.int32)
     for node in range(len(rows)):
         if options.first[rows[node]] + 1 == options.first[rows[node] + 1]:
             chosen[node] = options.first[rows[node]]
@@ -122,6 +122,8 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
                 work = seconds[node] / devices if divides[option] else seconds[node]
                 keys[0] = 1.0 if must[node] and not divides[option] else 0.0
                 keys[1] = sent + work
+                if chosen[node] >= 0 and keys[0] >= best[0] and keys[1] > best[1] * _FAR:
+                    continue
                 keys[2] = other
                 keys[3] = often
                 keys[4] = 0.0 if divides[option] else 1.0
@@ -155,7 +157,7 @@ def _total(
     seconds: Floats,
 ) -> float:
     """Returns the seconds of all that is done under these options, sums of updates by minibatch."""
-    wanted = np.zeros((len(graph.producers), len(moves.fixed)), np.int32)
+    wanted = np.zeros((len(graph.producers), len(moves.fixed) + 1), np.int32)
     total = 0.0
     for node in range(len(rows)):
         _count(graph, options, wanted, node, chosen[node], 1)
@@ -167,7 +169,11 @@ def _total(
         source = _placed(graph, options, chosen, value)
         maker = graph.producers[value]
         own = options.bytes[options.bytes_at[rows[maker]] + graph.slots[value]]
+        left = wanted[value, -1]
         for target in range(len(moves.fixed)):
+            if not left:
+                break
+            left -= wanted[value, target]
             if wanted[value, target]:
                 moved = graph.written[value] and source != target
                 total += np.inf if moved else _seconds(moves, source, target, own)
@@ -195,11 +201,12 @@ def _less(keys: Floats, best: Floats) -> bool:
 def _count(
     graph: GraphArrays, options: OptionArrays, wanted: Counts, node: int, option: int, change: int
 ) -> None:
-    """Counts by value and code the decided readers that want it so."""
+    """Counts by value and code the decided readers that want it so, and in the end all of them."""
     first = graph.reads.begin[node]
     for k in range(first, graph.reads.begin[node + 1]):
         code = options.codes[options.codes_at[option] + k - first]
         wanted[graph.reads.items[k], code] += change
+        wanted[graph.reads.items[k], -1] += change
 
 
 @njit(inline="always")
@@ -268,7 +275,11 @@ def _result_costs(  # noqa: C901
             minibatch[slot, code] = update[slot, code] = 0.0
         if value < 0:
             continue
+        left = wanted[value, -1]
         for target in range(len(moves.fixed)):
+            if not left:
+                break
+            left -= wanted[value, target]
             if wanted[value, target]:
                 asked = asked or target != SUM
                 for c in range(begin, end):

@@ -82,7 +82,7 @@ class RecursiveSearch:
         products = np.zeros(len(self._halving.nodes), np.int64)
         products[list(self._halving.heavy)] = 1
         must = np.zeros_like(products) if seconds else products
-        timed = [seconds.get(call.name, 0.0) for call in self.graph.calls] if seconds else []
+        timed = [seconds.get(name, 0.0) for name in self._names] if seconds else []
         work = np.zeros(len(products))
         work[len(work) - len(timed) :] = timed
         chosen = np.zeros((len(states), len(mesh.sizes)), np.int64)
