@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from pipedream.capture.grouped import Group, Grouped
+from pipedream.capture.module_tensors import ModuleTensors
+from pipedream.capture.rewrites.compilable import in_own_memory, leave_draws, take_writes
 from pipedream.capture.rewrites.drawn_apart import DrawnApart, is_seed
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import BY_GROUPS, INDUCTOR
@@ -40,18 +42,45 @@ def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
     BY_GROUPS in its groups.
 
     What dropout draws is drawn before, so that it is what it would be without compiling and does
-    not divide what is compiled.
+    not divide what is compiled. Buffers are written afterwards.
     """
     apart = DrawnApart.of(module, device)
+    written, state = take_writes(apart.module), ModuleTensors.of(module)
+    leave_draws(apart.module)
     for seed in _seeds(apart.module):  # a compiled one would seed only once
         seed.forward = torch.compiler.disable(seed.forward)  # type: ignore[no-untyped-call]
+    compute = _compute(apart.module, backend, device)
+
+    def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        buffers = [state.find(name, tensors) for name in written]
+        # What a backward pass keeps of a buffer must not change.
+        before = {
+            each: buffer.clone()
+            for name, buffer in zip(written, buffers, strict=True)
+            for each in state.names[name]
+        }
+        results = compute({**tensors, **before}, (*inputs, *apart.values()))
+        count = len(results) - len(written)
+        with torch.no_grad():
+            for buffer, contents in zip(buffers, results[count:], strict=True):
+                buffer.copy_(contents)
+        return results[:count]
+
+    return run
+
+
+def _compute(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
+    """Returns what runs the module by torch.compile, in one piece or in groups."""
     # Never for shapes in general: the last, smaller minibatch has a module of its own.
     if backend.startswith(BY_GROUPS):
-        compute = _OncePerForm(backend.removeprefix(BY_GROUPS), device)
-        whole = Grouped.of(apart.module).run_by(compute)
-    else:
-        whole = compiled_function(_on_its_own(plain(apart.module)), backend, device)
-    return lambda tensors, inputs: whole(tensors, (*inputs, *apart.values()))
+        once = _OncePerForm(backend.removeprefix(BY_GROUPS), device)
+        return Grouped.of(module).run_by(once)
+    (output,) = module.graph.find_nodes(op="output")
+    with module.graph.inserting_before(output):
+        output.args = (tuple(in_own_memory(module.graph, output.args[0])),)
+    module.recompile()
+    made: Run = compiled_function(_on_its_own(plain(module)), backend, device)
+    return made
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.captured import Captured
+from pipedream.capture.module_tensors import ModuleTensors
+from pipedream.capture.rewrites.compilable import in_own_memory
 from pipedream.graph.placements.module_groups import module_groups
 
 _GROUP = "group"
@@ -41,12 +43,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Grouped:
-    """`groups` of `module`, which reads `state` beside its `inputs`, and gives `outputs`."""
+    """`groups` of a module that reads `state` beside its `inputs`, and gives `outputs`."""
 
-    module: fx.GraphModule
     groups: Sequence[Group]
-    state: Mapping[str, tuple[str, ...]]
-    """By the name of each tensor that it has: all names of the same one."""
+    state: ModuleTensors
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
@@ -63,19 +63,11 @@ class Grouped:
         }
         last |= dict.fromkeys(output.all_input_nodes, len(parts))
         groups = [_group(module, k, part, last) for k, part in enumerate(parts)]
-        named = [str(n.target) for n in graph.find_nodes(op="get_attr")]
-        tensors = {name: operator.attrgetter(name)(module) for name in dict.fromkeys(named)}
-        tensors = {name: own for name, own in tensors.items() if isinstance(own, Tensor)}
-        every: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        every |= dict(module.named_buffers(remove_duplicate=False))
-        state = {
-            name: tuple(dict.fromkeys((name, *(n for n, t in every.items() if t is own))))
-            for name, own in tensors.items()
-        }
         (given,) = output.args
         assert isinstance(given, (tuple, list))
         inputs = tuple(str(n.name) for n in graph.find_nodes(op="placeholder"))
-        return Grouped(module, groups, state, inputs, tuple(_name(each) for each in given))
+        outputs = tuple(_name(each) for each in given)
+        return Grouped(groups, ModuleTensors.of(module), inputs, outputs)
 
     @property
     def forms(self) -> int:
@@ -90,7 +82,7 @@ class Grouped:
 
         def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
             values = dict(zip(self.inputs, inputs, strict=True))
-            values |= {name: self._tensor(name, tensors) for name in self.state}
+            values |= {name: self.state.find(name, tensors) for name in self.state.names}
             for group, own in runs:
                 results = own(*(values[name] for name in group.takes))
                 values.update(zip(group.gives, results, strict=True))
@@ -99,12 +91,6 @@ class Grouped:
             return tuple(values[name] for name in self.outputs)
 
         return run
-
-    def _tensor(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Returns the one that is given under any of its names, else the module's own."""
-        known = next((tensors[each] for each in self.state[name] if each in tensors), None)
-        own: Tensor = operator.attrgetter(name)(self.module) if known is None else known
-        return own
 
 
 def mark_groups(module: fx.GraphModule, captured: Captured, nodes: Collection[str]) -> None:
@@ -148,7 +134,7 @@ def _group(
     for node in part:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     gives = [node for node in part if last.get(node, number) > number]
-    graph.output(tuple(copies[node] for node in gives))
+    graph.output(tuple(in_own_memory(graph, [copies[node] for node in gives])))
     ends = [
         node
         for node in (*given, *gives)

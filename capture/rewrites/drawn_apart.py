@@ -21,6 +21,11 @@ from pipedream.capture.rewrites.writes import is_draw
 
 _DROPOUT = torch.ops.aten.dropout.default
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_RECURRENT = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+)
 _EXACT = torch.float32, torch.float64
 """Types whose attention is computed in them; that in others is widened, and its draws with it."""
 
@@ -61,7 +66,7 @@ class DrawnApart:
         module, draws = fx.GraphModule(module, graph), list[Draw]()
         graph = module.graph
         for node in filter(is_draw, list(graph.nodes)):
-            if _probability(node) == 0.0:
+            if probability(node) == 0.0:
                 _erase_seed(node)
             draw = _draw(node, device)
             if draw is None:
@@ -81,8 +86,8 @@ class DrawnApart:
 
 def _draw(node: fx.Node, device: torch.device) -> Draw | None:
     """Returns what draws the random numbers of this operator; None if only it itself can."""
-    p = _probability(node)
-    if p is None or p in (0.0, 1.0):
+    p = probability(node)
+    if p is None or p in (0.0, 1.0) or node.target in _RECURRENT:
         return None
     given = [source.meta.get("val") for source in node.all_input_nodes]
     if not all(isinstance(value, Tensor) for value in given):
@@ -101,13 +106,17 @@ def _draw(node: fx.Node, device: torch.device) -> Draw | None:
     return Draw(_seed(node), p, sizes, strides, query.dtype, device)
 
 
-def _probability(node: fx.Node) -> float | None:
+def probability(node: fx.Node) -> float | None:
     """Returns that of an element to be dropped; None for operators that draw something else."""
     if node.target is _DROPOUT:
         _, p, trains = node.args
         return float(p) if trains else 0.0  # type: ignore[arg-type]
     if node.target is _ATTENTION:
         return float(_argument(node, 4, "dropout_p", 0.0))
+    if node.target in _RECURRENT:
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        return float(given["dropout"]) if given["train"] else 0.0
     return None
 
 
@@ -117,7 +126,7 @@ def _take(node: fx.Node, drawn: fx.Node) -> None:
     _erase_seed(node)
     with graph.inserting_before(node):
         if node.target is _DROPOUT:
-            made = graph.call_function(_dropped, (node.args[0], drawn, _probability(node)))
+            made = graph.call_function(_dropped, (node.args[0], drawn, probability(node)))
         else:
             given = (_argument(node, *each) for each in _OF_ATTENTION)
             made = graph.call_function(_attention, (*node.args[:3], *given, drawn))

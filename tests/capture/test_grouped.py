@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from image_models import small_densenet, small_vit
+from image_models import models, small_densenet, small_vit
 from torch import Tensor, fx, nn
 from torch._dynamo import register_backend
 from torch._dynamo.backends.registry import _BACKENDS
-from torchvision import models
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipedream.capture.compiled import compiled, plain

@@ -4,6 +4,7 @@ is compiled is one graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import count
 
@@ -64,6 +65,16 @@ def learned_queries(y: Tensor) -> Tensor:
     return made.transpose(-3, -2).flatten(-2)
 
 
+def recurrent(y: Tensor, dropout: float) -> Tensor:
+    """Two layers of two directions, with weights that are constants."""
+    sizes = [(12, 4), (12, 3), (12,), (12,)] * 2 + [(12, 6), (12, 3), (12,), (12,)] * 2
+    weights = [torch.arange(math.prod(size)).sin().reshape(size).to(y) / 3 for size in sizes]
+    state = [torch.zeros(4, len(y), 3).to(y)] * 2
+    args = weights, True, 2, dropout, True, True, True
+    result: Tensor = torch.lstm(y, state, *args)[0]
+    return result
+
+
 FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "dropout": (lambda _, y: functional.dropout(y, 0.3).relu(), 1),
     "two": (lambda x, y: functional.dropout(functional.dropout(x, 0.1) * y, 0.5), 2),
@@ -78,6 +89,8 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "of a constant": (lambda _, y: y * functional.dropout(torch.arange(4.0).sin(), 0.3).to(y), 1),
     "never": (lambda _, y: functional.dropout(y, 0.0), 0),
     "attention without dropout": (lambda _, y: heads(y, dropout_p=0.0), 0),
+    "an LSTM without dropout": (lambda _, y: recurrent(y, 0.0), 0),
+    "an LSTM": (lambda _, y: recurrent(y, 0.4), 0),
     "of data": (lambda _, y: y * torch.bernoulli(y.sigmoid()), 0),
 }
 
@@ -120,6 +133,9 @@ def test_numbers_are_those_of_the_operators(name: str, dtype: torch.dtype) -> No
             torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
 
 
+NEVER = "never", "attention without dropout", "an LSTM without dropout"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_is_compiled_as_one_graph(name: str) -> None:
@@ -136,8 +152,8 @@ def test_it_is_compiled_as_one_graph(name: str) -> None:
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other)
         seen.add(float(found[0].sum()))
-    assert len(seen) == (1 if name in ("never", "attention without dropout") else 3)
-    assert bool(counters["graph_break"]) == (name in ("of data", "a negative scale"))
+    assert len(seen) == (1 if name in NEVER else 3)
+    assert bool(counters["graph_break"]) == (name in ("of data", "a negative scale", "an LSTM"))
 
 
 def test_without_a_seed_it_draws_as_it_is() -> None:

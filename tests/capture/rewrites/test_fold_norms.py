@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from image_models import models
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision import models
 
 from pipedream.capture.export import capture
 from pipedream.capture.rewrites.fold_norms import fold_norms

@@ -27,6 +27,7 @@ TRAINING: Mapping[str, Way] = {
     "halves, recompute": Way(3, halves=True, recompute=True),
     "smaller": Way(2, sizes=SMALLER),
     "compiled": Way(2, backend="aot_eager"),
+    "halves, compiled": Way(2, halves=True, backend="aot_eager"),
     "groups": Way(backend="groups:aot_eager"),
     "Pipeline": PIPELINE,
 }
