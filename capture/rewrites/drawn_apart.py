@@ -66,8 +66,6 @@ class DrawnApart:
         module, draws = fx.GraphModule(module, graph), list[Draw]()
         graph = module.graph
         for node in filter(is_draw, list(graph.nodes)):
-            if probability(node) == 0.0:
-                _erase_seed(node)
             draw = _draw(node, device)
             if draw is None:
                 continue

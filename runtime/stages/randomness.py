@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from pipedream.capture.programs.draws import note_seed
+from pipedream.capture.rewrites.drawn_apart import probability
 from pipedream.capture.rewrites.writes import is_draw
 from pipedream.capture.segment import Segment
 
@@ -70,7 +71,8 @@ def seed_each(part: Segment, captured: fx.GraphModule, rng: MinibatchRng) -> Non
     positions = _operator_positions(captured)
     for prefix, module in part.module.named_modules():
         if isinstance(module, fx.GraphModule):
-            for node in [node for node in module.graph.nodes if is_draw(node)]:
+            draws = [n for n in module.graph.nodes if is_draw(n) and probability(n) != 0.0]
+            for node in draws:
                 position = positions[_path(prefix, node)]
                 module.add_submodule(f"seed_{position}", SeedHook(rng, position))
                 with module.graph.inserting_before(node):

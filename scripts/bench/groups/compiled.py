@@ -48,7 +48,6 @@ BERT = {
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "intermediate_size": 1024,
-    "attn_implementation": "sdpa",
 }
 MORE: dict[str, dict[str, Any]] = {
     "mobilenet": {
@@ -65,7 +64,7 @@ MORE: dict[str, dict[str, Any]] = {
         "data": {"source": "models:image_data", "args": {"size": 224}},
     },
     "bert": {
-        "model": {"source": "transformers:BertForMaskedLM", "args": BERT},
+        "model": {"source": "transformers:bert", "args": BERT},
         "data": {"source": "models:token_data", "args": {"tokens": 64, "vocabulary": 2048}},
         "loss": "output",
         "optimizer": {"name": "AdamW", "args": {"lr": 1e-4}},
