@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -303,18 +303,28 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def guarded(case: Case) -> Result:
-    """The same in a process of its own, which may take `LIMIT` seconds."""
+    found = apart(report, case, LIMIT)
+    return Result(reason=found) if isinstance(found, str) else Result(**found)
+
+
+def apart(
+    report: Callable[[Case, Connection], None], case: Case, limit: float
+) -> dict[str, Any] | str:
+    """Returns what `report` sends as JSON from a process of its own, which may take so many
+    seconds, or why it sends nothing.
+    """
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=report, args=(case, send))
     process.start()
     send.close()
     try:
-        if not receive.poll(LIMIT):
-            return Result(reason=f"took more than {LIMIT:.0f} s")
-        return Result(**json.loads(receive.recv()))
+        if not receive.poll(limit):
+            return f"took more than {limit:.0f} s"
+        found: dict[str, Any] = json.loads(receive.recv())
+        return found
     except EOFError:
-        return Result(reason="its process died")
+        return "its process died"
     finally:
         process.kill()
         process.join()

@@ -4,7 +4,8 @@
 
 Each FOLDER has a graph.txt. Prints nodes and groups, the ways to cut between each, and for each
 cluster (machines, slash, bandwidths) how long whole pd-optimize processes plan with `--group none`
-and `fusion`, and how much longer a minibatch takes by the plans of groups.
+and `fusion`, and `module` where there is a profile.json, and how much longer a minibatch takes by
+the plans of groups.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import click
 import pandas as pd
 
 from pipedream.graph.model import read_graph
+from pipedream.graph.placements.module_groups import module_groups
 from pipedream.graph.plan import Plan, read_plan
+from pipedream.graph.profile import read_profile
 from pipedream.optimizer.cuts.antichains import depth_first
 from pipedream.optimizer.cuts.groups import classes_of, fusion_groups
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
@@ -47,24 +50,28 @@ def rows(
     for folder in folders:
         graph = read_graph(folder / "graph.txt")
         plain = PlanningGraph.of(graph)
-        groups = fusion_groups(plain, classes_of(graph, None))
-        graphs = plain, PlanningGraph.of(graph, groups=groups)
+        ways = {"fusion": fusion_groups(plain, classes_of(graph, None))}
+        if (folder / "profile.json").exists():
+            modules = read_profile(folder / "profile.json").modules
+            ways["module"] = tuple(module_groups(plain.names, modules))
         for cluster in clusters:
-            found = [planned(folder, cluster, cost_model, how) for how in ("none", "fusion")]
-            (single, before), (grouped, after) = found
-            seconds = [plan.predicted.seconds_per_minibatch for plan in (single, grouped)]
-            longer = seconds[1] / seconds[0]
-            yield {
-                "model": folder.name,
-                "nodes": len(graphs[0]),
-                "groups": len(graphs[1]),
-                "cuts": f"{cuts(graphs[0]):.3g}",
-                "of groups": f"{cuts(graphs[1]):.3g}",
-                "cluster": cluster,
-                "none": f"{before:.1f} s",
-                "fusion": f"{after:.1f} s",
-                "longer": f"{100 * (longer - 1):+.2f} %",
-            }
+            single, before = planned(folder, cluster, cost_model, "none")
+            for how, groups in ways.items():
+                grouped, after = planned(folder, cluster, cost_model, how)
+                seconds = [plan.predicted.seconds_per_minibatch for plan in (single, grouped)]
+                of_groups = PlanningGraph.of(graph, groups=groups)
+                yield {
+                    "model": folder.name,
+                    "nodes": len(plain),
+                    "of": how,
+                    "groups": len(of_groups),
+                    "cuts": f"{cuts(plain):.3g}",
+                    "of groups": f"{cuts(of_groups):.3g}",
+                    "cluster": cluster,
+                    "none": f"{before:.1f} s",
+                    "took": f"{after:.1f} s",
+                    "longer": f"{100 * (seconds[1] / seconds[0] - 1):+.2f} %",
+                }
 
 
 def cuts(graph: PlanningGraph) -> int:
