@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from backends import registered
 from image_models import models, small_densenet, small_vit
 from torch import Tensor, fx, nn
-from torch._dynamo import register_backend
-from torch._dynamo.backends.registry import _BACKENDS
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipedream.capture.compiled import compiled, plain
@@ -159,16 +158,12 @@ def test_groups_of_one_form_are_compiled_once() -> None:
         calls.append(module.code)
         return module.forward
 
-    register_backend(counting, name="counting")
-    try:
-        torch._dynamo.reset()
+    with registered(counting) as backend:
         part, inputs, rng = made("blocks")
-        run = compiled(part.module, "groups:counting", CPU)
+        run = compiled(part.module, f"groups:{backend}", CPU)
         for rng.minibatch in range(2):
             assert_same(learned(part, run, inputs), learned(part, plain(part.module), inputs))
         assert len(calls) == 4, calls  # what comes before, two groups; the blocks; what comes after
-    finally:
-        del _BACKENDS["counting"]
 
 
 @pytest.mark.slow

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
+from backends import registered
 from sharded_runs import Case, captured, sharded_plan
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipedream.capture.programs.localize import Redistribution
+from pipedream.graph.run_config import BY_GROUPS
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_program import StageProgram
@@ -36,21 +38,23 @@ def test_pieces_between_redistributions_are_compiled() -> None:
         x = graph.call_function(torch.mul, (x, x))
         x = graph.call_function(Redistribution(move, (2,), ()), (x,))
     graph.output((graph.call_function(torch.neg, (x,)),))
-    run = _program(backend)._compiled(fx.GraphModule(torch.nn.Module(), graph))
-    for start in (1.0, 2.0):
-        (found,) = run(torch.tensor([start, 3.0]))
-        expected = torch.tensor([start, 3.0])
-        for _ in range(3):
-            expected = expected * expected + 1
-        torch.testing.assert_close(found, -expected)
+    with registered(backend) as name:
+        program = _program(BY_GROUPS + name)  # which are not those of modules
+        run = program._compiled(fx.GraphModule(torch.nn.Module(), graph))
+        for start in (1.0, 2.0):
+            (found,) = run(torch.tensor([start, 3.0]))
+            expected = torch.tensor([start, 3.0])
+            for _ in range(3):
+                expected = expected * expected + 1
+            torch.testing.assert_close(found, -expected)
     assert len(pieces) == 4
     assert len(moved) == 2 * 3
     assert not any(isinstance(tensor, FakeTensor) for tensor in moved)
 
 
-def _program(backend: Callable[..., Any]) -> StageProgram:
-    """That of a stage on a mesh; torch.compile takes a function for a backend, too."""
+def _program(backend: str) -> StageProgram:
+    """That of a stage on a mesh."""
     whole = captured("Perceptron")
     plan = sharded_plan("Perceptron", Case("two"), whole)
     form = StageModule.of(whole, plan, 0, MinibatchRng(0, torch.device("cpu")))
-    return replace(form.program, backend=cast("str", backend))
+    return replace(form.program, backend=backend)
