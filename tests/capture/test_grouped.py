@@ -158,12 +158,11 @@ def test_groups_of_one_form_are_compiled_once() -> None:
         calls.append(module.code)
         return module.forward
 
-    with registered(counting) as backend:
-        part, inputs, rng = made("blocks")
-        run = compiled(part.module, f"groups:{backend}", CPU)
-        for rng.minibatch in range(2):
-            assert_same(learned(part, run, inputs), learned(part, plain(part.module), inputs))
-        assert len(calls) == 4, calls  # what comes before, two groups; the blocks; what comes after
+    part, inputs, rng = made("blocks")
+    run = compiled(part.module, f"groups:{registered(counting)}", CPU)
+    for rng.minibatch in range(2):
+        assert_same(learned(part, run, inputs), learned(part, plain(part.module), inputs))
+    assert len(calls) == 4, calls  # what comes before, two groups; the blocks; what comes after
 
 
 @pytest.mark.slow

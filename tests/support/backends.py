@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 from torch._dynamo import register_backend
-from torch._dynamo.backends.registry import _BACKENDS
 
-_NAME = "made_by_a_test"
+_NUMBERS = count()
 
 
-@contextmanager
-def registered(backend: Callable[..., Any]) -> Iterator[str]:
-    """Yields a name of the backend; inside of it nothing is compiled yet."""
+def registered(backend: Callable[..., Any]) -> str:
+    """Returns a name of the backend; nothing is compiled yet."""
     torch._dynamo.reset()
-    register_backend(backend, name=_NAME)  # type: ignore[arg-type]
-    try:
-        yield _NAME
-    finally:
-        del _BACKENDS[_NAME]
+    name = f"made_by_a_test_{next(_NUMBERS)}"
+    register_backend(backend, name=name)  # type: ignore[arg-type]
+    return name

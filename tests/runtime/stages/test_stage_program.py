@@ -38,15 +38,14 @@ def test_pieces_between_redistributions_are_compiled() -> None:
         x = graph.call_function(torch.mul, (x, x))
         x = graph.call_function(Redistribution(move, (2,), ()), (x,))
     graph.output((graph.call_function(torch.neg, (x,)),))
-    with registered(backend) as name:
-        program = _program(BY_GROUPS + name)  # which are not those of modules
-        run = program._compiled(fx.GraphModule(torch.nn.Module(), graph))
-        for start in (1.0, 2.0):
-            (found,) = run(torch.tensor([start, 3.0]))
-            expected = torch.tensor([start, 3.0])
-            for _ in range(3):
-                expected = expected * expected + 1
-            torch.testing.assert_close(found, -expected)
+    program = _program(BY_GROUPS + registered(backend))  # which are not those of modules
+    run = program._compiled(fx.GraphModule(torch.nn.Module(), graph))
+    for start in (1.0, 2.0):
+        (found,) = run(torch.tensor([start, 3.0]))
+        expected = torch.tensor([start, 3.0])
+        for _ in range(3):
+            expected = expected * expected + 1
+        torch.testing.assert_close(found, -expected)
     assert len(pieces) == 4
     assert len(moved) == 2 * 3
     assert not any(isinstance(tensor, FakeTensor) for tensor in moved)
