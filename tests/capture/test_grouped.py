@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from backends import registered
 from image_models import models, small_densenet, small_vit
 from torch import Tensor, fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel
+from users.backends import registered
 
 from pipedream.capture.compiled import compiled, plain
 from pipedream.capture.export import capture

@@ -72,7 +72,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, int]] = {
         images(64, 64, channels=3),
         2,
     ),  # of small images
-    "densenet": (lambda: models.densenet121(num_classes=4), images(64, 64, channels=3), 7),
 }
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from backends import registered
 from sharded_runs import Case, captured, sharded_plan
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from users.backends import registered
 
 from pipedream.capture.programs.localize import Redistribution
 from pipedream.graph.run_config import BY_GROUPS
