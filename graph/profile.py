@@ -267,6 +267,11 @@ class Profile(ArtifactModel):
         """Returns the nodes by id."""
         return {node.id: node for node in self.nodes}
 
+    def is_of(self, graph: Graph) -> bool:
+        """Tells whether it was measured with this graph."""
+        same = self.graph_fingerprint == graph.fingerprint
+        return same and self.node.keys() == graph.nodes.keys()
+
     @property
     def modules(self) -> Mapping[str, str]:
         """Returns the path of the module that each node is a call of, by id."""
@@ -394,7 +399,7 @@ class TrainingOverheads:
 def read_profile_of(path: Path, graph: Graph) -> Profile:
     """Reads profile.json. Raises UserError if it is invalid or the profile of another graph."""
     profile = read_profile(path)
-    if profile.graph_fingerprint != graph.fingerprint or profile.node.keys() != graph.nodes.keys():
+    if not profile.is_of(graph):
         raise UserError(f"{path}: the profile of another graph: run pd-profile again")
     return profile
 

@@ -24,10 +24,10 @@ def profile_of(options: Options, graph: Graph) -> Profile | None:
     if options.profile is None and isinstance(options.graph, ModelInMemory):
         return options.graph.profile
     if options.profile is None and not options.export:
-        try:
-            return read_profile_of(path, graph)
-        except UserError:
+        if not path.exists():
             return None
+        profile = read_profile(path)  # one that cannot be read is not left out without a word
+        return profile if profile.is_of(graph) else None
     profile = read_profile_of(path, graph)
     if options.profile is not None and profile.footprints is None:
         raise UserError(f"--profile {options.profile}: has no memory figures: run pd-profile again")

@@ -48,3 +48,13 @@ def test_groups_are_of_plans_that_are_searched(tmp_path: Path, group: str) -> No
     done = typed(tmp_path, [*words, "--split", "node20"])
     assert done.code == 2
     assert f"leave out --group {group}" in done.error
+
+
+def test_a_profile_that_cannot_be_read_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+    """Plans were made without meshes, memory and modules then."""
+    shutil.copy(GPT2 / "graph.txt", tmp_path)
+    text = (GPT2 / "profile.json").read_text()
+    (tmp_path / "profile.json").write_text(text.replace('"batch_size"', '"batch_sizes"', 1))
+    done = typed(tmp_path, ["pd-optimize", "graph.txt", *CLUSTER, "-o", "p"])
+    assert done.code == 2
+    assert done.error.startswith("pd-optimize: profile.json:")
