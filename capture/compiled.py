@@ -71,7 +71,6 @@ def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
 
 def _compute(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
     """Returns what runs the module by torch.compile, in one piece or in groups."""
-    # Never for shapes in general: the last, smaller minibatch has a module of its own.
     if backend.startswith(BY_GROUPS):
         once = _OncePerForm(backend.removeprefix(BY_GROUPS), device)
         return Grouped.of(module).run_by(once)
@@ -105,7 +104,8 @@ class _OncePerForm:
 def compiled_function(
     run: Callable[..., Any], backend: str, device: torch.device
 ) -> Callable[..., Any]:
-    """Returns what torch.compile makes of it, for inputs of fixed shapes. On CPUs inductor leaves
+    """Returns what torch.compile makes of it, never for shapes in general: a smaller last minibatch
+    has a module of its own. On CPUs inductor leaves
     tensors in the order that they have: where it chose one by itself, torch 2.13 computed wrong
     gradients of a VGG, kept copies of all its weights, and was slower.
     """

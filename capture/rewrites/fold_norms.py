@@ -23,11 +23,12 @@ _CONVOLUTIONS: Mapping[object, int] = {
 
 def fold_norms(module: fx.GraphModule) -> int:
     """Folds what it can, in place; returns how many. For modules that do not learn."""
-    graph = module.graph
-    norms = [node for node in graph.nodes if node.target is _NORM and _convolution(node)]
-    for norm in norms:
+    graph, count = module.graph, 0
+    for norm in graph.find_nodes(op="call_function", target=_NORM):
         convolution = _convolution(norm)
-        assert convolution is not None
+        if convolution is None:
+            continue
+        count += 1
         x, weight, *more = convolution.args
         bias, rest = (more[0], more[1:]) if more else (None, more)
         scaled, shift, mean, variance = norm.args[1:5]
@@ -46,7 +47,7 @@ def fold_norms(module: fx.GraphModule) -> int:
         graph.erase_node(norm)
         graph.erase_node(convolution)
     module.recompile()
-    return len(norms)
+    return count
 
 
 def _convolution(norm: fx.Node) -> fx.Node | None:

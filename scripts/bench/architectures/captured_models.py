@@ -226,29 +226,47 @@ TRANSFORMERS += [
 ]
 
 
-def try_out(case: Case) -> Result:
-    """Loads and captures the model, and compares it with the plain one. Raises what goes wrong.
-
-    They are compared on other inputs than the model was captured with.
+@dataclass(frozen=True)
+class Trial:
+    """A model as captured in so many `seconds`, other `inputs` than those of the capture, and what
+    the plain model computes of these.
     """
-    torch.manual_seed(0)
-    loaded = load(case.source, {**case.args, **case.noted}, BATCH, case.inputs)
-    args, kwargs = pytree.tree_map(lambda value: value.flip(-1), (loaded.args, loaded.kwargs))
-    before = {name: buffer.clone() for name, buffer in loaded.model.named_buffers()}
-    expected = plain_pass(loaded.model, args, kwargs)
-    with torch.no_grad():
-        for name, buffer in loaded.model.named_buffers():
-            buffer.copy_(before[name])
-    start = time.perf_counter()
-    captured = capture(loaded.model, loaded.args, loaded.kwargs)
-    seconds = time.perf_counter() - start
-    found = captured_pass(captured, flatten_inputs(args, kwargs))
-    for name, value in expected.items():
-        if name in found and not close(found[name], value):
-            return Result(len(captured.graph.nodes), seconds, f"computes another {name}")
-    missing = [name for name in expected if name not in found and name.startswith("gradient")]
-    reason = f"loses the {missing[0]}" if missing else ""
-    return Result(len(captured.graph.nodes), seconds, reason)
+
+    captured: Captured
+    inputs: Sequence[Tensor]
+    expected: dict[str, Tensor]
+    seconds: float
+
+    @staticmethod
+    def of(case: Case) -> Trial:
+        """Loads and captures the model. Raises what goes wrong."""
+        torch.manual_seed(0)
+        loaded = load(case.source, {**case.args, **case.noted}, BATCH, case.inputs)
+        args, kwargs = pytree.tree_map(lambda value: value.flip(-1), (loaded.args, loaded.kwargs))
+        before = {name: buffer.clone() for name, buffer in loaded.model.named_buffers()}
+        expected = plain_pass(loaded.model, args, kwargs)
+        with torch.no_grad():
+            for name, buffer in loaded.model.named_buffers():
+                buffer.copy_(before[name])
+        start = time.perf_counter()
+        captured = capture(loaded.model, loaded.args, loaded.kwargs)
+        seconds = time.perf_counter() - start
+        return Trial(captured, flatten_inputs(args, kwargs), expected, seconds)
+
+    def difference(self, found: dict[str, Tensor]) -> str:
+        """Says what is not as expected; empty if all is."""
+        for name, value in self.expected.items():
+            if name in found and not close(found[name], value):
+                return f"computes another {name}"
+        missing = [n for n in self.expected if n not in found and n.startswith("gradient")]
+        return f"loses the {missing[0]}" if missing else ""
+
+
+def try_out(case: Case) -> Result:
+    """Compares the captured model with the plain one. Raises what goes wrong."""
+    trial = Trial.of(case)
+    reason = trial.difference(captured_pass(trial.captured, trial.inputs))
+    return Result(len(trial.captured.graph.nodes), trial.seconds, reason)
 
 
 def plain_pass(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Tensor]:

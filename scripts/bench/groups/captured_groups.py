@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,30 +21,25 @@ import networkx as nx
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 BENCH = Path(__file__).parents[1]
 sys.path += [str(BENCH / "architectures"), str(Path(__file__).parent)]
 
 from captured_models import (  # noqa: E402
-    BATCH,
     TIMM,
     TORCHVISION,
     TRANSFORMERS,
     Case,
+    Trial,
     apart,
     books,
-    close,
     import_libraries,
-    plain_pass,
 )
 from planning import cuts  # noqa: E402
 
-from pipedream.capture.captured import Captured, flatten_inputs  # noqa: E402
-from pipedream.capture.export import capture  # noqa: E402
+from pipedream.capture.captured import Captured  # noqa: E402
 from pipedream.capture.grouped import Grouped, mark_groups  # noqa: E402
 from pipedream.capture.segment import freeze_constants, segment  # noqa: E402
-from pipedream.capture.sources.load import load  # noqa: E402
 from pipedream.graph.errors import UserError  # noqa: E402
 from pipedream.graph.placements.module_groups import module_groups  # noqa: E402
 from pipedream.optimizer.cuts.groups import classes_of, fusion_groups  # noqa: E402
@@ -81,21 +76,14 @@ def report(case: Case, send: Connection) -> None:
 
 
 def tried(case: Case) -> dict[str, Any]:
-    torch.manual_seed(0)
-    loaded = load(case.source, {**case.args, **case.noted}, BATCH, case.inputs)
-    args, kwargs = pytree.tree_map(lambda value: value.flip(-1), (loaded.args, loaded.kwargs))
-    before = {name: buffer.clone() for name, buffer in loaded.model.named_buffers()}
-    expected = plain_pass(loaded.model, args, kwargs)
-    with torch.no_grad():
-        for name, buffer in loaded.model.named_buffers():
-            buffer.copy_(before[name])
-    captured = capture(loaded.model, loaded.args, loaded.kwargs)
+    trial = Trial.of(case)
+    captured = trial.captured
     part = freeze_constants(segment(captured, captured.working, captured.outputs), captured.owner)
     mark_groups(part.module, captured, captured.working)
     grouped = Grouped.of(part.module)
-    found = computed(captured, grouped, part.inputs, flatten_inputs(args, kwargs))
+    found = computed(captured, grouped, part.inputs, trial.inputs)
     return {
-        "said": compared(expected, found),
+        "said": trial.difference(found) or "equal",
         **counted(captured),
         "compiled": f"{grouped.forms} of {len(grouped.groups)}",
     }
@@ -113,15 +101,6 @@ def computed(
     outputs = [values[name] for name in captured.outputs]
     module = captured.module
     return books(outputs, dict(module.named_parameters()), dict(module.named_buffers()))
-
-
-def compared(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
-    for name, value in expected.items():
-        if name in found and not close(found[name], value):
-            return f"another {name}"
-        if name not in found and name.startswith("gradient"):
-            return f"no {name}"
-    return "equal"
 
 
 def counted(captured: Captured) -> dict[str, Any]:

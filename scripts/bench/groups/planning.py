@@ -54,19 +54,20 @@ def rows(
         if (folder / "profile.json").exists():
             modules = read_profile(folder / "profile.json").modules
             ways["module"] = tuple(module_groups(plain.names, modules))
+        graphs = {how: PlanningGraph.of(graph, groups=groups) for how, groups in ways.items()}
+        counted = {how: f"{cuts(each):.3g}" for how, each in ({"none": plain} | graphs).items()}
         for cluster in clusters:
             single, before = planned(folder, cluster, cost_model, "none")
-            for how, groups in ways.items():
+            for how, of_groups in graphs.items():
                 grouped, after = planned(folder, cluster, cost_model, how)
                 seconds = [plan.predicted.seconds_per_minibatch for plan in (single, grouped)]
-                of_groups = PlanningGraph.of(graph, groups=groups)
                 yield {
                     "model": folder.name,
                     "nodes": len(plain),
                     "of": how,
                     "groups": len(of_groups),
-                    "cuts": f"{cuts(plain):.3g}",
-                    "of groups": f"{cuts(of_groups):.3g}",
+                    "cuts": counted["none"],
+                    "of groups": counted[how],
                     "cluster": cluster,
                     "none": f"{before:.1f} s",
                     "took": f"{after:.1f} s",
