@@ -48,7 +48,7 @@ from pipedream.profiler.timing.contention import (
     is_contending_process,
     run_contending_passes,
 )
-from pipedream.profiler.timing.full_pass import CannotCompile, passes, time_in_training
+from pipedream.profiler.stretches.full_pass import CannotCompile, passes, time_in_training
 from pipedream.profiler.timing.per_node import time_per_node, time_per_node_fake
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.profiler.timing.times import Times

@@ -30,7 +30,7 @@ from pipedream.graph.cluster import MOST_BUSY
 from pipedream.profiler.network.levels import Ranks
 from pipedream.profiler.network.options import Effort
 from pipedream.profiler.network.wire import Wait, Wire
-from pipedream.profiler.timing.full_pass import passes
+from pipedream.profiler.stretches.full_pass import passes
 from pipedream.schedule.overlap import BUCKET_BYTES
 
 Seconds: TypeAlias = Callable[[float], float]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.graph.model import Graph, Node
-from pipedream.profiler.timing.stretches import stretches
+from pipedream.profiler.stretches.division import stretches
 
 
 def chain(sizes: list[float]) -> Graph:

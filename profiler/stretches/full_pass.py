@@ -28,8 +28,8 @@ from pipedream.graph.run_config import BY_GROUPS
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import stopwatch
-from pipedream.profiler.timing.stretches import fit_stretches, stretches
-from pipedream.profiler.timing.timed_stretch import (
+from pipedream.profiler.stretches.division import fit_stretches, stretches
+from pipedream.profiler.stretches.timed_stretch import (
     BothPasses,
     Division,
     NodeSeconds,

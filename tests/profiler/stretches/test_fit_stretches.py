@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pipedream.profiler.timing.stretches import Compared, fit_stretches
+from pipedream.profiler.stretches.division import Compared, fit_stretches
 
 
 def law(call: float, factor: float, *summed: float) -> list[Compared]:

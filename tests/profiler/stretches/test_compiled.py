@@ -16,12 +16,12 @@ from pipedream.capture.export import capture
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import read_profile
 from pipedream.graph.run_config import read_config
-from pipedream.profiler.timing import full_pass
-from pipedream.profiler.timing.full_pass import CannotCompile, _Bench, time_in_training
+from pipedream.profiler.stretches import full_pass
+from pipedream.profiler.stretches.full_pass import CannotCompile, _Bench, time_in_training
 from pipedream.profiler.timing.passes import Stretch
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule
 from pipedream.profiler.timing.stopwatch import Stopwatch
-from pipedream.profiler.timing.timed_stretch import (
+from pipedream.profiler.stretches.timed_stretch import (
     TimedStretch,
     saved_parts,
     seconds_of,

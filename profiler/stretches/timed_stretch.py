@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipedream.graph.profile import Passes, ProfiledStretch
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
-from pipedream.profiler.timing.stretches import Compared
+from pipedream.profiler.stretches.division import Compared
 
 NodeSeconds: TypeAlias = Mapping[str, float]
 """Seconds of each node and of the loss."""
