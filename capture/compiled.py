@@ -22,6 +22,10 @@ Run: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
 """(parameters and buffers by name, inputs) -> what the module gives."""
 
 
+Trial: TypeAlias = Callable[[Group, Callable[..., Any]], Callable[..., Any]]
+"""(group, its compiled function) -> what runs it."""
+
+
 def plain(module: fx.GraphModule) -> Run:
     """Returns what runs the module as it is."""
 
@@ -37,9 +41,11 @@ def check_backend(backend: str, option: str = "compile") -> None:
         raise UserError(f"{option}: backend {backend!r} is not available; write {INDUCTOR}")
 
 
-def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
+def compiled(
+    module: fx.GraphModule, backend: str, device: torch.device, trial: Trial | None = None
+) -> Run:
     """Returns what runs the module on `device`, compiled when it first runs: in one piece, or with
-    BY_GROUPS in its groups.
+    BY_GROUPS in its groups, each run by what `trial` returns, if there is one.
 
     What dropout draws is drawn before, so that it is what it would be without compiling and does
     not divide what is compiled. Buffers are written afterwards.
@@ -49,7 +55,7 @@ def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
     leave_draws(apart.module)
     for seed in _seeds(apart.module):  # a compiled one would seed only once
         seed.forward = torch.compiler.disable(seed.forward)  # type: ignore[no-untyped-call]
-    compute = _compute(apart.module, backend, device)
+    compute = _compute(apart.module, backend, device, trial)
 
     def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
         buffers = [state.find(name, tensors) for name in written]
@@ -69,10 +75,12 @@ def compiled(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
     return run
 
 
-def _compute(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
+def _compute(
+    module: fx.GraphModule, backend: str, device: torch.device, trial: Trial | None
+) -> Run:
     """Returns what runs the module by torch.compile, in one piece or in groups."""
     if backend.startswith(BY_GROUPS):
-        once = _OncePerForm(backend.removeprefix(BY_GROUPS), device)
+        once = _OncePerForm(backend.removeprefix(BY_GROUPS), device, trial)
         return Grouped.of(module).run_by(once)
     (output,) = module.graph.find_nodes(op="output")
     with module.graph.inserting_before(output):
@@ -84,13 +92,16 @@ def _compute(module: fx.GraphModule, backend: str, device: torch.device) -> Run:
 
 @dataclass(frozen=True)
 class _OncePerForm:
-    """Compiles groups, those of one form as one function."""
+    """Compiles groups, those of one form as one function, but for those that are to be eager."""
 
     backend: str
     device: torch.device
+    trial: Trial | None
     made: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __call__(self, group: Group) -> Callable[..., Any]:
+        if not group.compiled:
+            return group.module
         if group.form not in self.made:
             module = group.module
 
@@ -98,7 +109,8 @@ class _OncePerForm:
                 return module(*given)
 
             self.made[group.form] = compiled_function(_on_its_own(run), self.backend, self.device)
-        return self.made[group.form]
+        made = self.made[group.form]
+        return made if self.trial is None else self.trial(group, made)
 
 
 def compiled_function(

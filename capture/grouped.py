@@ -23,7 +23,15 @@ from pipedream.capture.rewrites.compilable import in_own_memory
 from pipedream.graph.placements.module_groups import module_groups
 
 _GROUP = "group"
-"""Where the meta of an operator has the number of its group."""
+"""Where the meta of an operator has its mark."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The number of an operator's group, whether that is compiled, and the operator's node."""
+
+    group: tuple[int, bool] = (-1, True)
+    node: str | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,8 @@ class Group:
     """`module(*takes) -> tuple of gives`; `ends`: what nobody reads after it.
 
     Names are those of values, and of parameters and buffers. `form`: equal for groups that compute
-    the same of tensors of the same shapes, strides and types.
+    the same of tensors of the same shapes, strides and types. `nodes`: whose operators these are;
+    `compiled`: whether it is to be.
     """
 
     module: fx.GraphModule
@@ -39,6 +48,8 @@ class Group:
     gives: tuple[str, ...]
     ends: tuple[str, ...]
     form: str
+    nodes: tuple[str, ...] = ()
+    compiled: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,8 @@ class Grouped:
 
     @property
     def forms(self) -> int:
-        """How many groups differ."""
-        return len({group.form for group in self.groups})
+        """How many of the groups that are compiled differ."""
+        return len({group.form for group in self.groups if group.compiled})
 
     def run_by(
         self, compute: Callable[[Group], Callable[..., Any]]
@@ -93,26 +104,32 @@ class Grouped:
         return run
 
 
-def mark_groups(module: fx.GraphModule, captured: Captured, nodes: Collection[str]) -> None:
+def mark_groups(
+    module: fx.GraphModule,
+    captured: Captured,
+    nodes: Collection[str],
+    eager: Collection[str] = (),
+) -> None:
     """Says of the operators of the module, which are those of these nodes, in which group each is:
-    that of one block of the model. Rewritten operators stay where they are.
+    that of one block of the model. Rewritten operators stay where they are. Groups of nodes that
+    are to be `eager` are not compiled.
     """
     own = [name for name in captured.graph.order if name in nodes]
     groups = module_groups(own, captured.module_paths)
     number = {name: k for k, group in enumerate(groups) for name in group}
     for node in module.graph.nodes:
         if (owner := captured.owner.get(node.name)) in number:
-            node.meta[_GROUP] = number[owner]
+            node.meta[_GROUP] = _Mark((number[owner], owner not in eager), owner)
 
 
 def _parts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Yields the operators of each group, in order."""
-    found: list[tuple[int, fx.Node]] = []
-    after = -1
+    found: list[tuple[tuple[int, bool], fx.Node]] = []
+    after = _Mark()
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "call_module"):
             after = node.meta.get(_GROUP, after)
-            found.append((after, node))
+            found.append((after.group, node))
     for _, part in groupby(reversed(found), key=lambda each: each[0]):
         yield [node for _, node in part]
 
@@ -141,7 +158,11 @@ def _group(
         if node.op != "get_attr" and last.get(node, number) == number
     ]
     takes, given_on, done = (tuple(map(_name, nodes)) for nodes in (given, gives, ends))
-    return Group(fx.GraphModule(module, graph), takes, given_on, done, _form(graph))
+    marks = [mark for node in part if (mark := node.meta.get(_GROUP)) is not None]
+    nodes = tuple(dict.fromkeys(mark.node for mark in marks))
+    is_compiled = all(mark.group[1] for mark in marks)
+    own = fx.GraphModule(module, graph)
+    return Group(own, takes, given_on, done, _form(graph), nodes, is_compiled)
 
 
 def _is_part(source: fx.Node, module: fx.GraphModule) -> bool:

@@ -19,6 +19,7 @@ from pydantic import Field
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
+from pipedream.graph.run_config import BY_GROUPS
 
 _INTERRUPTED = 3.0
 """Passes longer than this multiple of the median are left out as interrupted."""
@@ -151,6 +152,27 @@ class CompiledWay(ArtifactModel):
     """Of these, how many differ."""
 
 
+class ProfiledGroups(ArtifactModel):
+    """Groups of operators that are equal: they are compiled as one function, or run as they are."""
+
+    module: str
+    """The path of the first one."""
+    groups: int = Field(ge=1)
+    nodes: tuple[str, ...]
+    """Of all."""
+    eager_seconds: _Positive
+    """Of the first one, forward and backward."""
+    compiled_seconds: _Positive | None = None
+    """None if it cannot be compiled."""
+    compile_seconds: _NonNegative | None = None
+    """What it takes to compile it, with what caches hold."""
+    eager_saved_bytes: _Bytes
+    """What its forward pass keeps for the backward pass, and does not have before."""
+    compiled_saved_bytes: _Bytes | None = None
+    compiled: bool
+    """Whether it is, as that is faster."""
+
+
 class ProfiledUpdate(ArtifactModel):
     """A step of an optimizer."""
 
@@ -232,6 +254,8 @@ class Profile(ArtifactModel):
     """
     compile_compared: tuple[CompiledWay, ...] = ()
     """All ways, where the fastest was to be found."""
+    compiled_groups: tuple[ProfiledGroups, ...] = ()
+    """Groups that were tried, each by itself."""
     not_compiled: str | None = None
     """Why one could not be measured."""
     warmup: int = Field(ge=0)
@@ -266,6 +290,14 @@ class Profile(ArtifactModel):
     def node(self) -> Mapping[str, ProfiledNode]:
         """Returns the nodes by id."""
         return {node.id: node for node in self.nodes}
+
+    @property
+    def eager_nodes(self) -> tuple[str, ...]:
+        """Returns the nodes of groups that are not compiled, if stages are compiled by groups."""
+        if self.compile is None or not self.compile.startswith(BY_GROUPS):
+            return ()
+        eager = (groups for groups in self.compiled_groups if not groups.compiled)
+        return tuple(name for groups in eager for name in groups.nodes)
 
     def is_of(self, graph: Graph) -> bool:
         """Tells whether it was measured with this graph."""

@@ -42,13 +42,13 @@ from pipedream.graph.run_config import AUTO, BY_GROUPS, INDUCTOR
 from pipedream.profiler.device import device_name, is_out_of_memory
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.operators import profile_operators
+from pipedream.profiler.stretches.full_pass import CannotCompile, passes, time_in_training
 from pipedream.profiler.timing.backward_split import BackwardSplit, backward_splits
 from pipedream.profiler.timing.contention import (
     contention,
     is_contending_process,
     run_contending_passes,
 )
-from pipedream.profiler.stretches.full_pass import CannotCompile, passes, time_in_training
 from pipedream.profiler.timing.per_node import time_per_node, time_per_node_fake
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.profiler.timing.times import Times
@@ -281,6 +281,7 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
         batch_size=settings.batch_size,
         compile=times.backend,
         compile_compared=tuple(times.compared),
+        compiled_groups=tuple(times.groups),
         not_compiled=times.refused,
         warmup=times.warmup,
         repeats=times.repeats,

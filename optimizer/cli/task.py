@@ -75,8 +75,14 @@ class Task:
     @property
     def measured_for(self) -> Mapping[str, object]:
         """The fields of a plan that say what its times are those of."""
-        compiled = None if self.profile is None else self.profile.compile
-        return {"batch_size": self.batch_size, "compile": compiled}
+        size = {"batch_size": self.batch_size}
+        if self.profile is None:
+            return size
+        return {
+            **size,
+            "compile": self.profile.compile,
+            "eager_nodes": self.profile.eager_nodes,
+        }
 
     @property
     def of_devices(self) -> Request:

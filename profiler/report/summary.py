@@ -8,10 +8,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.profile import CompiledWay, Profile, Quartiles
-from pipedream.graph.run_config import BY_GROUPS
+from pipedream.graph.profile import Profile, Quartiles
 from pipedream.graph.tables import break_words, make_console
 from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.profiler.report.compiling import compiling_lines, groups_columns
 from pipedream.profiler.report.layers import QUANTITIES, layer_names, layers_frame
 
 _SPARE = (
@@ -34,6 +34,11 @@ def print_report(profile: Profile, sort: str = "time", top: int | None = None) -
     console = make_console()
     console.print(_table(profile, sort, how_many(sort, top), console.width))
     console.print()
+    if profile.compiled_groups:
+        labels, numbers = groups_columns(profile)
+        title = "groups of layers as they are and compiled, each by itself"
+        console.print(make_table(title, labels, numbers, console.width, spare=("compile",)))
+        console.print()
     console.print(_summary(profile), soft_wrap=True)
 
 
@@ -92,15 +97,7 @@ def _summary(profile: Profile) -> str:
     lines.append(
         f"Measured on {where}: median of {profile.repeats} after {profile.warmup} of warm-up."
     )
-    if profile.compile_compared:
-        ways = (f"{show_seconds(way.seconds)} {_way(way)}" for way in profile.compile_compared)
-        lines.append(f"Passes of the whole model take {', '.join(ways)}.")
-    if profile.not_compiled is not None:
-        lines.append(f"Not compiled: {profile.not_compiled}.")
-    if profile.compile is not None:
-        lines.append(
-            f"Times and saved bytes are of parts compiled by {profile.compile}, as stages will be."
-        )
+    lines += compiling_lines(profile)
     spread_share = _spread(profile)
     if not profile.pass_seconds and spread_share > _NOISY:
         lines.append(
@@ -124,15 +121,6 @@ def _summary(profile: Profile) -> str:
             f" {profile.forward.worst_error:.1%} and {profile.backward.worst_error:.1%})."
         )
     return "\n".join(lines)
-
-
-def _way(way: CompiledWay) -> str:
-    if way.compile is None:
-        return "not compiled"
-    took = f"compiled in {show_seconds(way.compile_seconds)}"
-    if not way.compile.startswith(BY_GROUPS):
-        return f"{took} as a whole"
-    return f"{took} as {way.groups} groups, {way.forms} of them different"
 
 
 def _spread(profile: Profile) -> float:

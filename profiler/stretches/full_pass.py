@@ -6,14 +6,14 @@ of the stretches of the same repeat, so that a slow moment of the machine affect
 
 Compiled stages have no nodes that could be timed. Then the stretches are compiled, as stages will
 be, and each of the smallest says for its nodes what part of their times it takes. To find out
-which way is fastest, all are measured.
+which way is fastest, all are measured; of groups, those are compiled that are faster so.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 
 import torch
@@ -21,14 +21,11 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.grouped import Grouped, mark_groups
 from pipedream.capture.node_modules import preserve_model_state
-from pipedream.graph.profile import CompiledWay, Quartiles
+from pipedream.graph.profile import CompiledWay, ProfiledGroups, Quartiles
 from pipedream.graph.run_config import BY_GROUPS
-from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
-from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
-from pipedream.profiler.timing.stopwatch import stopwatch
 from pipedream.profiler.stretches.division import fit_stretches, stretches
+from pipedream.profiler.stretches.group_trial import GroupTrial
 from pipedream.profiler.stretches.timed_stretch import (
     BothPasses,
     Division,
@@ -43,6 +40,9 @@ from pipedream.profiler.stretches.timed_stretch import (
     taking,
     wrong_gradient,
 )
+from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
+from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
+from pipedream.profiler.timing.stopwatch import stopwatch
 from pipedream.profiler.timing.times import Times, Timing
 
 _DIVISIONS = (2, 4, 1)
@@ -120,6 +120,8 @@ class _Bench:
         self.ways, self.way = ways, ways[0]
         self.compared: list[CompiledWay] = []
         self.refused: str | None = None
+        self.groups: Sequence[ProfiledGroups] = ()
+        self.eager: Collection[str] = ()
         self.inputs = captured.on_device(inputs, device)
         self.nodes = captured.working
         self.watch = stopwatch(device)
@@ -138,7 +140,7 @@ class _Bench:
         return [division for own in self.divisions.values() for division in own]
 
     def _stretch(self, nodes: Sequence[str], marked: bool, way: Way = None) -> Stretch:
-        return Stretch(self.captured, nodes, self.watch, self.device, marked, way)
+        return Stretch(self.captured, nodes, self.watch, self.device, marked, way, self.eager)
 
     def _by_node(self, turn: Turn) -> tuple[NodeSeconds, NodeSeconds]:
         """Times by node; the time of the call is divided by the number of parameters."""
@@ -165,34 +167,41 @@ class _Bench:
         for way in self.ways:
             if way is None:
                 self.divisions[None] = self._divided(_DIVISIONS)
-            elif len(self.ways) == 1 or not way.startswith(BY_GROUPS) or self._repeats():
+            else:
                 self._compile(way)
 
-    def _repeats(self) -> bool:
-        """Tells whether some groups are equal: else they gain nothing."""
-        grouped = self._grouped()
-        return grouped.forms < len(grouped.groups)
-
-    def _grouped(self) -> Grouped:
-        module = self._stretch(self.nodes, marked=False).part.module
-        mark_groups(module, self.captured, self.nodes)
-        return Grouped.of(module)
-
     def _compile(self, way: str) -> None:
-        """Adds a way. Raises CannotCompile if it is the only one, and cannot be had."""
+        """Adds a way, but for groups none of which is faster compiled. Raises CannotCompile if it
+        is the only one, and cannot be had.
+        """
         try:
+            if way.startswith(BY_GROUPS) and not self._try_groups(way) and len(self.ways) > 1:
+                return
             self.divisions[way] = self._made(way)
         except (CannotCompile, TorchDynamoException) as error:
             self.refused = next(iter(str(error).strip().splitlines()), type(error).__name__)
             if len(self.ways) == 1:
                 raise CannotCompile(self.refused) from error
 
+    def _try_groups(self, way: str) -> bool:
+        """Finds out which groups to compile; tells whether there are any."""
+        trial = GroupTrial(self.device, self.watch, self.captured.module_paths)
+        given = self.captured, self.nodes, self.watch, self.device
+        tried = Stretch(*given, marked=False, backend=way, trial=trial)
+        tried.run(self.inputs)
+        self.groups = list(trial.tried.values())
+        self.eager = {node for own in self.groups if not own.compiled for node in own.nodes}
+        return any(own.compiled for own in self.groups)
+
     def _made(self, way: str) -> list[Division]:
         """Compiles stretches by running them. Raises CannotCompile if gradients are wrong."""
         divisions = self._divided(_COMPILED_DIVISIONS, way)
         began = time.perf_counter()
         self._run(divisions[-1])
-        self.compiled_in[way] = time.perf_counter() - began
+        took = time.perf_counter() - began
+        if way.startswith(BY_GROUPS):  # they were compiled before
+            took = sum(own.compile_seconds or 0.0 for own in self._own_groups)
+        self.compiled_in[way] = took
         for division in (*divisions[:-1], *divisions * _FURTHER_RUNS):
             self._run(division)
         whole = self._stretch(self.nodes, marked=False)
@@ -246,6 +255,11 @@ class _Bench:
             found.append((timed, eager.saved_bytes(known), timed.stretch.saved_bytes(known)))
         return found
 
+    @property
+    def _own_groups(self) -> Sequence[ProfiledGroups]:
+        """Those that are compiled."""
+        return [own for own in self.groups if own.compiled]
+
     def _decide(self) -> None:
         """Takes the way that is fastest."""
         wholes = {way: own[-1] for way, own in self.divisions.items()}
@@ -254,13 +268,13 @@ class _Bench:
         self.compared = [self._compared(way, own) for way, own in seconds.items()]
 
     def _compared(self, way: Way, seconds: float) -> CompiledWay:
-        grouped = self._grouped() if way is not None and way.startswith(BY_GROUPS) else None
+        by_groups = way is not None and way.startswith(BY_GROUPS)
         return CompiledWay(
             compile=way,
             seconds=seconds,
             compile_seconds=self.compiled_in[way],
-            groups=len(grouped.groups) if grouped else 1,
-            forms=grouped.forms if grouped else 1,
+            groups=sum(own.groups for own in self._own_groups) if by_groups else 1,
+            forms=len(self._own_groups) if by_groups else 1,
         )
 
     def times(self, repeats: Repeats) -> Times:
@@ -298,6 +312,7 @@ class _Bench:
             self.way,
             self.compared,
             self.refused,
+            self.groups,
         )
 
     def _take_gains(self) -> None:

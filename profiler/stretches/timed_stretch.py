@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pipedream.graph.profile import Passes, ProfiledStretch
-from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
 from pipedream.profiler.stretches.division import Compared
+from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
 
 NodeSeconds: TypeAlias = Mapping[str, float]
 """Seconds of each node and of the loss."""
@@ -23,7 +23,7 @@ Way: TypeAlias = str | None
 BothPasses: TypeAlias = tuple[NodeSeconds, NodeSeconds]
 """Forward and backward."""
 
-_WORTH_COMPILING = 0.99
+WORTH_COMPILING = 0.99
 """Of the seconds of passes that are not compiled: else stages stay as they are."""
 _AS_FAST = 1.01
 """Times the seconds of the fastest way: groups that repeat are compiled in less time."""
@@ -123,7 +123,7 @@ def _ratio(compared: Sequence[Compared]) -> float:
 def fastest(seconds: Mapping[Way, float]) -> Way:
     """Returns the way to take: later ones, which are compiled sooner, if as fast."""
     made = {way: own for way, own in seconds.items() if way is not None}
-    if min(made.values(), default=math.inf) >= seconds[None] * _WORTH_COMPILING:
+    if min(made.values(), default=math.inf) >= seconds[None] * WORTH_COMPILING:
         return None
     return [way for way, own in made.items() if own <= min(made.values()) * _AS_FAST][-1]
 
@@ -153,9 +153,14 @@ def wrong_gradient(eager: Stretch, made: Stretch, values: Mapping[str, Tensor]) 
     for each in (eager, made):
         torch.manual_seed(0)  # of what is drawn
         both.append(each.gradients(values))
-    errors = {name: float((own - both[1][name]).norm()) for name, own in both[0].items()}
-    size = math.hypot(*(float(own.norm()) for own in both[0].values()))
-    low = any(own.dtype.itemsize < 4 for own in both[0].values())
+    return furthest_off(*both)
+
+
+def furthest_off(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    """Returns the name of the gradient that is furthest off, if that is more than rounding."""
+    errors = {name: float((own - found[name]).norm()) for name, own in right.items()}
+    size = math.hypot(*(float(own.norm()) for own in right.values()))
+    low = any(own.dtype.itemsize < 4 for own in right.values())
     if math.hypot(*errors.values()) <= _OFF[low] * size:
         return None
     return max(errors, key=errors.__getitem__)

@@ -8,7 +8,7 @@ times between the marks add up to the pass.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.compiled import compiled, plain
+from pipedream.capture.compiled import Trial, compiled, plain
 from pipedream.capture.grouped import mark_groups
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.profiler.memory import address
@@ -106,9 +106,12 @@ class Stretch:
         device: torch.device,
         marked: bool,
         backend: str | None = None,
+        eager: Collection[str] = (),
+        trial: Trial | None = None,
     ) -> None:
         """`nodes` are in topological order; with `marked`, each of them is timed. Else they are
-        compiled with torch.compile's `backend`, if it is given.
+        compiled with torch.compile's `backend`, if it is given: by groups, but for those that are
+        to be `eager`, and run by what `trial` returns.
         """
         part = segment(captured, nodes, keep=captured.outputs).to(device)
         self.part = freeze_constants(part, captured.owner)
@@ -122,8 +125,8 @@ class Stretch:
         if marked or backend is None:
             self.compute = plain(self.part.module)
         else:
-            mark_groups(self.part.module, captured, nodes)
-            self.compute = compiled(self.part.module, backend, device)
+            mark_groups(self.part.module, captured, nodes, eager)
+            self.compute = compiled(self.part.module, backend, device, trial)
 
     def run(self, values: Mapping[str, Tensor], loss: Loss | None = None) -> Turn:
         """Runs on the inputs among `values`; backward from the loss, or from random gradients.

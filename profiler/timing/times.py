@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipedream.graph.profile import CompiledWay, DirectionFit, ProfiledStretch, Quartiles
+from pipedream.graph.profile import (
+    CompiledWay,
+    DirectionFit,
+    ProfiledGroups,
+    ProfiledStretch,
+    Quartiles,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class Times:
     `stretches` and their fits, nodes were timed one by one. `saved_parts`: by node what is saved
     for its backward pass once it is compiled, in parts of what it saves eagerly; else empty.
     `backend`: torch.compile's that stages were measured with; `compared`: with the other ways,
-    where the fastest was to be found; `refused`: why one could not be measured.
+    where the fastest was to be found; `refused`: why one could not be measured; `groups`: those
+    that were tried.
     """
 
     nodes: Mapping[str, Timing]
@@ -55,3 +62,4 @@ class Times:
     backend: str | None = None
     compared: Sequence[CompiledWay] = ()
     refused: str | None = None
+    groups: Sequence[ProfiledGroups] = ()

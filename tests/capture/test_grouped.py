@@ -165,6 +165,32 @@ def test_groups_of_one_form_are_compiled_once() -> None:
     assert len(calls) == 4, calls  # what comes before, two groups; the blocks; what comes after
 
 
+def test_groups_that_are_to_be_eager_are_not_compiled() -> None:
+    """Those of one block: the two before and after it are."""
+    calls: list[str] = []
+
+    def counting(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        calls.append(module.code)
+        return module.forward
+
+    part, inputs, rng = made("blocks")
+    captured = capture(Blocks().double(), inputs)
+    paths = captured.module_paths
+    own = [name for name in captured.graph.order if f"{paths.get(name)}.".startswith("blocks.1.")]
+    mark_groups(part.module, captured, captured.working, own)
+    eager = [group for group in Grouped.of(part.module).groups if not group.compiled]
+    assert [group.nodes for group in eager] == [tuple(own)]
+    run = compiled(part.module, f"groups:{registered(counting)}", CPU)
+    for rng.minibatch in range(2):
+        assert_same(learned(part, run, inputs), learned(part, plain(part.module), inputs))
+    once = calls.copy()
+    assert len(once) == 4  # the others are of the same form
+    mark_groups(part.module, captured, captured.working, captured.working)
+    run = compiled(part.module, f"groups:{registered(counting)}", CPU)
+    assert_same(learned(part, run, inputs), learned(part, plain(part.module), inputs))
+    assert calls == once
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "resnet", "vit"])
 def test_compiled_groups_compute_the_same(name: str) -> None:

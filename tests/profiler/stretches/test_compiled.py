@@ -16,17 +16,17 @@ from pipedream.capture.export import capture
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import read_profile
 from pipedream.graph.run_config import read_config
-from pipedream.profiler.stretches import full_pass
+from pipedream.profiler.stretches import full_pass, group_trial
 from pipedream.profiler.stretches.full_pass import CannotCompile, _Bench, time_in_training
-from pipedream.profiler.timing.passes import Stretch
-from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule
-from pipedream.profiler.timing.stopwatch import Stopwatch
 from pipedream.profiler.stretches.timed_stretch import (
     TimedStretch,
     saved_parts,
     seconds_of,
     wrong_gradient,
 )
+from pipedream.profiler.timing.passes import Stretch
+from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule
+from pipedream.profiler.timing.stopwatch import Stopwatch
 from pipedream.runtime.run.job import Job
 
 CPU = torch.device("cpu")
@@ -96,11 +96,12 @@ def test_nodes_take_the_part_that_their_compiled_stretch_does() -> None:
     ],
 )
 def test_it_is_compiled_in_the_way_that_is_fastest(
-    compiled: float, groups: float, backend: str | None
+    compiled: float, groups: float, backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one per cent at least; else nodes take what they took. Groups, which are compiled sooner,
     need not be faster than the whole.
     """
+    monkeypatch.setattr(group_trial, "WORTH_COMPILING", 1e9)  # each group is compiled
     inputs = (torch.randn(16, 8),)
     blocks = Pointwise(), Pointwise()
     model = capture(nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 4)), inputs)
@@ -128,6 +129,18 @@ def test_it_is_compiled_in_the_way_that_is_fastest(
     took = sum(each.forward.median + each.backward.median for each in times.nodes.values())
     eager = sum(sum(each.values()) for each in bench.turns[0]) if backend is None else None
     assert eager is None or took == pytest.approx(eager, rel=0.1)
+
+
+def test_groups_of_which_none_is_faster_are_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where nothing else was asked for: then all groups stay as they are."""
+    monkeypatch.setattr(group_trial, "WORTH_COMPILING", 0.0)
+    model, inputs = captured()
+    given = model, inputs, StoppingRule(1, 1, 0.0), CPU
+    times = time_in_training(*given, ways=[None, "groups:eager"])
+    assert (times.backend, [way.compile for way in times.compared]) == (None, [])
+    times = time_in_training(*given, ways=["groups:eager"])
+    assert times.backend == "groups:eager"
+    assert {name for own in times.groups for name in own.nodes} == set(model.working)
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from pipedream.capture.captured import Captured, flatten_inputs
 from pipedream.capture.export import capture
 from pipedream.capture.segment import freeze_constants, segment
 from pipedream.graph.profile import Quartiles
-from pipedream.profiler.timing import per_node
 from pipedream.profiler.stretches.full_pass import _scaled_to_median, time_in_training
+from pipedream.profiler.timing import per_node
 from pipedream.profiler.timing.per_node import _NodeTimer, time_per_node
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule
 from pipedream.profiler.timing.times import Times, Timing
