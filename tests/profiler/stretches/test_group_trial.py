@@ -34,7 +34,8 @@ class Block(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).relu()
+        y: Tensor = x + self.linear(x).relu()
+        return y
 
 
 class Blocks(nn.Module):
