@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -249,8 +250,18 @@ def _new_value(node: fx.Node, before: fx.Node) -> fx.Node:
         return emit(graph, _aten.clone.default, (value,), layout, node)
     if target in _OTHER_NAMES.values():  # whose derivative, zero, is not implemented
         before = emit(graph, _DETACH, (before,), {}, node)
-    value = emit(graph, target, (before, *node.args[1:]), node.kwargs, node)
+    value = emit(graph, target, (before, *_all_arguments(node)[1:]), node.kwargs, node)
     return _converted(value, old, node)
+
+
+def _all_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Returns its arguments by place, those too that are left out since they have a default: what
+    replaces `bernoulli_` has none.
+    """
+    assert isinstance(node.target, torch._ops.OpOverload)
+    places = [each for each in node.target._schema.arguments if not each.kwarg_only]
+    rest = (each for each in places[len(node.args) :] if each.has_default_value())
+    return *node.args, *(each.default_value for each in rest if each.name not in node.kwargs)
 
 
 def _converted(value: fx.Node, old: Tensor, like: fx.Node) -> fx.Node:

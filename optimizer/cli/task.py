@@ -10,7 +10,6 @@ from pathlib import Path
 from pipedream.graph.choices import DEFAULT_ORDER, IntraOp, ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
-from pipedream.graph.placements.module_groups import module_groups
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.placements.placement import Mesh, device_count
 from pipedream.graph.profile import Profile
@@ -26,7 +25,7 @@ from pipedream.optimizer.compare.sweep import check_sweep, parse_range
 from pipedream.optimizer.cost.memory import ROOM_ON_GPU
 from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL, CostModel
 from pipedream.optimizer.cost.stages import Rules
-from pipedream.optimizer.cuts.groups import classes_of, fusion_groups
+from pipedream.optimizer.cuts.groups import classes_of, fusion_groups, whole_modules
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.outcome import Outcome
@@ -382,7 +381,7 @@ def _groups(
             "--group module: needs the profile.json beside graph.txt, which names the modules: run"
             " pd-profile, or leave it out"
         )
-    return tuple(module_groups(planning.names, profile.modules))
+    return whole_modules(planning, profile.modules)
 
 
 def _with_schedule(options: Options) -> Options:

@@ -7,10 +7,11 @@ No group has more than one complicated operator, its *anchor*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from pipedream.graph.model import Graph
+from pipedream.graph.placements.module_groups import module_groups
 from pipedream.graph.placements.operator_class import OperatorClass, class_of_layer
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
@@ -71,6 +72,25 @@ def fusion_groups(
     return tuple(
         tuple(sorted(of_node[exit].members, key=graph.position.__getitem__)) for exit in exits
     )
+
+
+def whole_modules(graph: PlanningGraph, paths: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """Returns the blocks of the model that have one exit; the nodes of others are each by itself.
+
+    `paths`: the module of each node.
+    """
+    found: list[tuple[str, ...]] = []
+    for group in module_groups(graph.names, paths):
+        own = set(group)
+        exits = [name for name in group if not _read_within(graph, name, own)]
+        found += [group] if len(exits) == 1 else [(name,) for name in group]
+    return tuple(found)
+
+
+def _read_within(graph: PlanningGraph, name: str, group: Set[str]) -> bool:
+    """Tells whether it is read by nodes of the group alone."""
+    readers = graph.consumers[graph.position[name]]
+    return bool(readers) and all(graph.names[reader] in group for reader in readers)
 
 
 def _only_reader(readers: Sequence[str], of_node: Mapping[str, _Group]) -> _Group | None:

@@ -69,6 +69,11 @@ class PlanningGraph:
             if name in unread:
                 producer = graph.predecessors[name][0] if graph.predecessors[name] else None
                 follows[name] = producer if producer is None else follows.get(producer, producer)
+        number = {name: k for k, own in enumerate(groups) for name in own}
+        read = ((name, reader) for name in inner for reader in graph.successors[name])
+        assert all(
+            reader in unread or number.get(reader) == number[name] for name, reader in read
+        ), "a group has several exits"
         figures = footprints, update, call, reading
         return PlanningGraph(graph, names, follows, *figures, sharing, groups)
 

@@ -41,8 +41,7 @@ from pipedream.capture.captured import Captured  # noqa: E402
 from pipedream.capture.grouped import Grouped, mark_groups  # noqa: E402
 from pipedream.capture.segment import freeze_constants, segment  # noqa: E402
 from pipedream.graph.errors import UserError  # noqa: E402
-from pipedream.graph.placements.module_groups import module_groups  # noqa: E402
-from pipedream.optimizer.cuts.groups import classes_of, fusion_groups  # noqa: E402
+from pipedream.optimizer.cuts.groups import classes_of, fusion_groups, whole_modules  # noqa: E402
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph  # noqa: E402
 
 LIMIT = 180.0
@@ -107,7 +106,7 @@ def counted(captured: Captured) -> dict[str, Any]:
     """Checks groups of both kinds, and counts."""
     graph = captured.graph
     plain = PlanningGraph.of(graph)
-    of_modules = module_groups(plain.names, captured.module_paths)
+    of_modules = whole_modules(plain, captured.module_paths)
     counts: dict[str, Any] = {"nodes": len(plain), "cuts": f"{cuts(plain):.3g}"}
     ways = {"fusion": fusion_groups(plain, classes_of(graph, None)), "module": of_modules}
     for way, groups in ways.items():

@@ -22,11 +22,10 @@ import click
 import pandas as pd
 
 from pipedream.graph.model import read_graph
-from pipedream.graph.placements.module_groups import module_groups
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.profile import read_profile
 from pipedream.optimizer.cuts.antichains import depth_first
-from pipedream.optimizer.cuts.groups import classes_of, fusion_groups
+from pipedream.optimizer.cuts.groups import classes_of, fusion_groups, whole_modules
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 CLUSTERS = ("4/1GB", "4,4/10GB,1GB")
@@ -53,7 +52,7 @@ def rows(
         ways = {"fusion": fusion_groups(plain, classes_of(graph, None))}
         if (folder / "profile.json").exists():
             modules = read_profile(folder / "profile.json").modules
-            ways["module"] = tuple(module_groups(plain.names, modules))
+            ways["module"] = whole_modules(plain, modules)
         graphs = {how: PlanningGraph.of(graph, groups=groups) for how, groups in ways.items()}
         counted = {how: f"{cuts(each):.3g}" for how, each in ({"none": plain} | graphs).items()}
         for cluster in clusters:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from commands import typed
 
-from pipedream.graph.placements.module_groups import module_groups
+from pipedream.graph.model import read_graph
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import read_profile
+from pipedream.optimizer.cuts.groups import whole_modules
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 GPT2 = Path(__file__).parents[3] / "profiles" / "gpt2"
 CLUSTER = ("--machines", "2", "--bandwidth", "1GB", "--straight")
@@ -23,8 +25,8 @@ def test_blocks_are_kept_whole(tmp_path: Path) -> None:
     assert done.code == 0, done.error
     plan = read_plan(tmp_path / "p" / "plan.json")
     modules = read_profile(GPT2 / "profile.json").modules
-    nodes = [node.id for node in plan.graph.nodes if not modules[node.id].startswith("Input")]
-    groups = [set(group) for group in module_groups(nodes, modules)]
+    graph = read_graph(GPT2 / "graph.txt")
+    groups = [set(group) for group in whole_modules(PlanningGraph.of(graph), modules)]
     blocks = [g for g in groups if any(".h.3." in modules[name] for name in g)]
     assert len(blocks) == 1
     assert len(blocks[0]) > 10

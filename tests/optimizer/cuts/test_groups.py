@@ -16,7 +16,7 @@ from pipedream.graph.placements.operator_class import OperatorClass, class_of_la
 from pipedream.graph.placements.operators import Input, Operator, TensorType
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cuts.antichains import all_downsets, bits
-from pipedream.optimizer.cuts.groups import fusion_groups
+from pipedream.optimizer.cuts.groups import fusion_groups, whole_modules
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
@@ -145,3 +145,20 @@ def test_classes_of_layers() -> None:
     said = {"Conv2d(3, 64)": 3, "BatchNorm2d(64)": 2, "ReLU(inplace)": 1, "Add": 1, "LSTM(4)": 3}
     said |= {"__getitem__(0)": 1, "Whatever": 3, "Softmax(dim=-1)": 2, "": 3}
     assert {text: class_of_layer(text) for text in said} == said
+
+
+def test_blocks_that_are_read_in_several_places_are_not_kept_whole() -> None:
+    """Of an HRNet, whose stages give a value for each resolution: what read all but the last one
+    was lost, and the graph to plan ended there.
+    """
+    graph, _ = drawn("c1-e1 c1-e2 e1-e3 e2-e4 e3-e5 e4-e5")
+    modules = {"c1": "stem.0.conv", "e1": "stages.0.a", "e2": "stages.0.b"}
+    modules |= {"e3": "heads.0.a", "e4": "heads.1.a", "e5": "last"}
+    planning = PlanningGraph.of(graph)
+    assert whole_modules(planning, modules) == tuple(
+        (n,) for n in ("c1", "e1", "e2", "e3", "e4", "e5")
+    )
+    one_exit = {**modules, "e3": "stages.0.c", "e4": "stages.0.c", "e5": "stages.0.c"}
+    assert whole_modules(planning, one_exit) == (("c1",), ("e1", "e2", "e3", "e4", "e5"))
+    with pytest.raises(AssertionError, match="several exits"):
+        PlanningGraph.of(graph, groups=(("e1", "e2"),))

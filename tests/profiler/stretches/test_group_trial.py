@@ -139,7 +139,12 @@ def test_what_is_measured_of_groups_is_told(capsys: pytest.CaptureFixture[str]) 
 
 
 def of(module: str, **given: Any) -> ProfiledGroups:
-    own: dict[str, Any] = {"groups": 1, "nodes": (module,), "eager_seconds": 0.004, "eager_saved_bytes": 3000}
+    own: dict[str, Any] = {
+        "groups": 1,
+        "nodes": (module,),
+        "eager_seconds": 0.004,
+        "eager_saved_bytes": 3000,
+    }
     return ProfiledGroups(module=module, **(own | given))
 
 

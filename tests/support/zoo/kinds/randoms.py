@@ -82,6 +82,14 @@ class NormalInPlace(Layers):
 
 
 @specimen(random=True)
+class BernoulliInPlace(Layers):
+    """By half, which torch leaves out as its default: in the last block of a ConvNeXt."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * torch.empty_like(h).bernoulli_(0.5)
+
+
+@specimen(random=True)
 class Bernoulli(Layers):
     def between(self, h: Tensor) -> Tensor:
         return h * torch.bernoulli(h.sigmoid())
