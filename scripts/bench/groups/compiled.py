@@ -4,8 +4,9 @@
 
 As a user does it: for each model pd-profile RUN.YAML --compile auto, and for each way pd-profile
 with that, pd-optimize for so many workers in a row, pd-train. All ways are trained in turns. A line
-for each: expected and measured seconds of a minibatch, the memory that passes save, the last loss,
-which is to be the same; and which way auto takes, with the seconds that compiling takes.
+for each: expected and measured seconds of a minibatch, the bytes that a forward pass keeps,
+expected and counted, and the last loss, which is to be the same; and which way auto takes, with the
+seconds that compiling takes. `fusible`: the seconds of operators that are not complicated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from typing import Any
 
 import click
 import pandas as pd
+import torch
 import yaml
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 BENCH = Path(__file__).parents[1]
 sys.path.insert(0, str(BENCH))
@@ -28,9 +32,21 @@ sys.path.insert(0, str(BENCH))
 from efficiency import call  # noqa: E402
 from prediction import MODELS  # noqa: E402
 
+from pipedream.capture.captured import flatten_inputs  # noqa: E402
+from pipedream.capture.compute_settings import Precision  # noqa: E402
+from pipedream.capture.export import capture  # noqa: E402
+from pipedream.capture.sources.load import load_config  # noqa: E402
+from pipedream.graph.model import read_graph  # noqa: E402
+from pipedream.graph.placements.operator_class import OperatorClass  # noqa: E402
+from pipedream.graph.placements.operators import read_operators  # noqa: E402
 from pipedream.graph.plan import Plan, read_plan  # noqa: E402
 from pipedream.graph.profile import read_profile  # noqa: E402
+from pipedream.graph.run_config import read_config  # noqa: E402
+from pipedream.optimizer.cuts.groups import classes_of  # noqa: E402
+from pipedream.runtime.stages.randomness import MinibatchRng  # noqa: E402
+from pipedream.runtime.stages.stage_module import StageModule  # noqa: E402
 
+CPU = torch.device("cpu")
 SECONDS = 15
 """About how long a run trains."""
 
@@ -101,10 +117,53 @@ def chosen(name: str, folder: Path) -> dict[str, Any]:
     call("pd-profile", prepare(name, "auto", folder, 16), "-o", folder / "profile")
     profile = read_profile(folder / "profile/profile.json")
     ways = {str(way.compile): way for way in profile.compile_compared}
-    return {"model": name, "auto": profile.compile, "refused": profile.not_compiled} | {
-        way: f"{1e3 * own.seconds:.1f} ms, {own.compile_seconds:.1f} s, {own.forms}/{own.groups}"
-        for way, own in ways.items()
-    }
+    found = {"model": name, "auto": profile.compile, "refused": profile.not_compiled}
+    return (
+        found
+        | {"fusible": f"{1e3 * fusible(folder.parent / 'none/profile'):.1f} ms"}
+        | {
+            way: f"{1e3 * own.seconds:.1f} ms, {own.compile_seconds:.1f} s, {own.forms}/{own.groups}"
+            for way, own in ways.items()
+        }
+    )
+
+
+def fusible(profiled: Path) -> float:
+    """Seconds of a pass in operators other than products, convolutions and the like."""
+    graph, operators = read_graph(profiled / "graph.txt"), None
+    if (file := profiled / "operators.json").exists():
+        operators = read_operators(file)
+    classes = classes_of(graph, operators)
+    return sum(
+        node.compute_seconds
+        for name, node in graph.nodes.items()
+        if classes[name] != OperatorClass.COMPLICATED
+    )
+
+
+def kept(config: Path, plan: Plan) -> int:
+    """Bytes that a forward pass of a plan of one stage, run as pd-train does, keeps for the
+    backward pass beside what was there before.
+    """
+    sys.path.insert(0, str(BENCH))
+    loaded = load_config(read_config(config), config.parent)
+    captured = capture(
+        loaded.model, loaded.args, loaded.kwargs, precision=Precision(loaded.autocast, CPU)
+    )
+    stage = StageModule.of(captured, plan, 0, MinibatchRng(0, CPU), plan.compile)
+    given = captured.on_device(flatten_inputs(loaded.args, loaded.kwargs), CPU)
+    inputs = tuple(given[name] for name in stage.piece.inputs)
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = stage.compute(stage.piece.state, inputs)
+    before = {each.untyped_storage().data_ptr() for each in (*stage.piece.state.values(), *inputs)}
+    del results
+    return sum(size for place, size in sizes.items() if place not in before)
 
 
 def planned(name: str, way: str, stages: int, folder: Path) -> Plan:
@@ -135,6 +194,7 @@ def row(name: str, way: str, plans: Mapping[str, Plan], folder: Path, turn: int)
         "measured": summary["seconds_per_minibatch"],
         "error": own / summary["seconds_per_minibatch"] - 1,
         "saved": sum(node.saved_bytes or 0 for node in profile.nodes),
+        "kept": kept(config, plans[way]) if turn == 0 else 0,
         "loss": summary["final_loss"],
     }
 
