@@ -118,14 +118,11 @@ def chosen(name: str, folder: Path) -> dict[str, Any]:
     profile = read_profile(folder / "profile/profile.json")
     ways = {str(way.compile): way for way in profile.compile_compared}
     found = {"model": name, "auto": profile.compile, "refused": profile.not_compiled}
-    return (
-        found
-        | {"fusible": f"{1e3 * fusible(folder.parent / 'none/profile'):.1f} ms"}
-        | {
-            way: f"{1e3 * own.seconds:.1f} ms, {own.compile_seconds:.1f} s, {own.forms}/{own.groups}"
-            for way, own in ways.items()
-        }
-    )
+    found["fusible"] = f"{1e3 * fusible(folder.parent / 'none/profile'):.1f} ms"
+    for way, own in ways.items():
+        forms = f"{own.forms}/{own.groups}"
+        found[way] = f"{1e3 * own.seconds:.1f} ms, {own.compile_seconds:.1f} s, {forms}"
+    return found
 
 
 def fusible(profiled: Path) -> float:
