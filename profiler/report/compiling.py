@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from pipedream.graph.placements.operator_class import class_of_layer
 from pipedream.graph.profile import CompiledWay, Profile, ProfiledGroups
 from pipedream.graph.run_config import BY_GROUPS
 from pipedream.graph.units import show_bytes, show_seconds
@@ -59,6 +60,7 @@ def groups_columns(
     labels = {
         "number": [str(each.groups) for each in shown],
         "kept": ["compiled" if each.compiled else "as it is" for each in shown],
+        "class": [_class(profile, each) for each in shown],
         "module": [each.module or "the model" for each in shown],
     }
     numbers = {
@@ -70,6 +72,12 @@ def groups_columns(
         "compile": [_shown(each.compile_seconds, show_seconds) for each in shown],
     }
     return labels, numbers
+
+
+def _class(profile: Profile, groups: ProfiledGroups) -> str:
+    """Returns that of the layer that needs most of its inputs."""
+    layers = (profile.node[name].description for name in groups.nodes)
+    return max(map(class_of_layer, layers)).words
 
 
 def _shown(amount: float | None, show: Callable[[float], str]) -> str:

@@ -141,7 +141,7 @@ def test_what_is_measured_of_groups_is_told(capsys: pytest.CaptureFixture[str]) 
 def of(module: str, **given: Any) -> ProfiledGroups:
     own: dict[str, Any] = {
         "groups": 1,
-        "nodes": (module,),
+        "nodes": (f"node_{module}",),
         "eager_seconds": 0.004,
         "eager_saved_bytes": 3000,
     }
@@ -150,7 +150,7 @@ def of(module: str, **given: Any) -> ProfiledGroups:
 
 def measured(*groups: ProfiledGroups) -> Profile:
     found = {"compile": "groups:inductor", "compiled_groups": groups}
-    made: Profile = profile(layer("first"), layer("last")).model_copy(update=found)
+    made: Profile = profile(layer("embeddings", "Flatten"), layer("block")).model_copy(update=found)
     return made
 
 
@@ -158,16 +158,16 @@ def test_groups_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     made = {"compiled_seconds": 0.003, "compiled_saved_bytes": 1000, "compile_seconds": 0.5}
     found = measured(
         of("embeddings", compiled=False),
-        of("layer.0", compiled=True, groups=2, nodes=("a", "b", "c", "d"), **made),
+        of("layer.0", compiled=True, groups=2, nodes=("node_block",) * 2, **made),
     )
-    assert found.eager_nodes == ("embeddings",)
+    assert found.eager_nodes == ("node_embeddings",)
     assert found.model_copy(update={"compile": "inductor"}).eager_nodes == ()
     print_report(found)
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if " layer.0 " in line or " embed" in line]
-    assert [row[:3] for row in rows] == [
-        ["2", "compiled", "layer.0"],
-        ["1", "as", "it"],
+    assert [row[: 4 + k] for k, row in enumerate(rows)] == [
+        ["2", "compiled", "complicated", "layer.0"],
+        ["1", "as", "it", "is", "one-to-one"],
     ]
     assert "fails" in out
     assert (
