@@ -83,7 +83,7 @@ def group_by_module(
             last_key = key
         group.nodes.append(node)
         of[node] = group
-    return _in_order(_join_shared_memory(groups, module), module)
+    return _in_order(_join_lone(_join_shared_memory(groups, module)), module)
 
 
 def _calls(node: fx.Node) -> list[str]:
@@ -119,6 +119,31 @@ def _join_shared_memory(groups: list[OperatorGroup], module: fx.GraphModule) -> 
             groups[index].nodes = []
         first.description = first.description if len(joined) == 1 else IN_PLACE
     return [group for group in groups if group.nodes]
+
+
+def _join_lone(groups: list[OperatorGroup]) -> list[OperatorGroup]:
+    """Joins what reads nothing that others compute, and gives nothing that they read, with the
+    layer after it, the last with that before: timm's norms count minibatches so. Alone it could be
+    in any stage, and thirty of them in more ways than a planner can list.
+    """
+    kept: list[OperatorGroup] = []
+    before: list[fx.Node] = []
+    for group in groups:
+        if _is_lone(group):
+            before += group.nodes
+        else:
+            group.nodes[:0] = before
+            before = []
+            kept.append(group)
+    if not kept:
+        return groups
+    kept[-1].nodes += before
+    return kept
+
+
+def _is_lone(group: OperatorGroup) -> bool:
+    near = {other for node in group.nodes for other in (*node.all_input_nodes, *node.users)}
+    return all(other.op == "get_attr" for other in near.difference(group.nodes))
 
 
 def _in_order(groups: list[OperatorGroup], module: fx.GraphModule) -> list[OperatorGroup]:

@@ -105,6 +105,9 @@ class ProfiledNode(ArtifactModel):
     """A forward pass that keeps nothing for a backward pass."""
     saved_bytes: _Bytes | None = None
     """What it makes and a backward pass needs."""
+    program_saved_bytes: _Bytes | None = None
+    """The same where passes are programs, in halves and on meshes, if stages are compiled; else
+    None."""
     kept_bytes: _Bytes | None = None
     """What it makes, gradients of its outputs included, and gradients of parameters need once those
     of inputs are there."""
@@ -317,7 +320,8 @@ class Profile(ArtifactModel):
             if node.saved_bytes is None or node.workspace_bytes is None:
                 return None
             input_bytes = sum(tensor.bytes for tensor in node.outputs) if node.is_input else 0
-            footprints[node.id] = Footprint(node.saved_bytes, node.workspace_bytes, input_bytes)
+            own = node.saved_bytes, node.workspace_bytes, input_bytes, node.program_saved_bytes
+            footprints[node.id] = Footprint(*own)
         return footprints
 
     @property
@@ -377,14 +381,21 @@ class Footprint:
     """Bytes of one node for one minibatch.
 
     `saved`: memory that this node allocates and any backward pass needs, each tensor counted once,
-    without parameters and buffers. `workspace`: the most that the node's backward pass allocates on
-    top of that: gradients of outputs, inputs and parameters, and scratch memory. `input_bytes`: the
-    size of an input of the model.
+    without parameters and buffers. `programs`: the same where passes are programs, None if it is no
+    other: compiled whole passes compute again what they did not save. `workspace`: the most that
+    the node's backward pass allocates on top of that: gradients of outputs, inputs and parameters,
+    and scratch memory. `input_bytes`: the size of an input of the model.
     """
 
     saved: float
     workspace: float
     input_bytes: float = 0.0
+    programs: float | None = None
+
+    @property
+    def in_programs(self) -> Footprint:
+        """Returns that of the node in passes that are programs."""
+        return self if self.programs is None else replace(self, saved=self.programs, programs=None)
 
 
 class Sharing(NamedTuple):

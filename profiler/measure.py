@@ -136,7 +136,8 @@ def measure(
             kept = footprints(captured, inputs, settings.device, settings.meta)
             with contention(settings.workers - 1):
                 times = _time(captured, inputs, loaded, kept, settings, progress)
-                kept = _as_compiled(kept, times.saved_parts)
+                if not loaded.recorded:  # what is recorded are programs
+                    kept = _as_compiled(kept, times.saved_parts)
                 splits = backward_splits(captured, inputs, rule, settings.device, settings.meta)
                 updated = updates(captured, settings.device)
                 summed = gradient_sum_rate(captured, settings.device)
@@ -251,8 +252,10 @@ def _time(
 
 def _as_compiled(kept: Mapping[str, Footprint], parts: Mapping[str, float]) -> dict[str, Footprint]:
     """Returns what nodes save once they are compiled."""
+    if not parts:
+        return dict(kept)
     return {
-        name: replace(each, saved=round(each.saved * parts.get(name, 1.0)))
+        name: replace(each, saved=round(each.saved * parts.get(name, 1.0)), programs=each.saved)
         for name, each in kept.items()
     }
 
@@ -379,6 +382,7 @@ def _node(
         backward_weight_seconds=None if split is None else backward.scaled(1.0 - split.input_share),
         recomputed_seconds=timing.recomputed,
         saved_bytes=int(kept.saved),
+        program_saved_bytes=None if kept.programs is None else int(kept.programs),
         kept_bytes=None if split is None else split.kept_bytes,
         workspace_bytes=int(kept.workspace),
         parameter_bytes=int(node.parameter_bytes),

@@ -42,7 +42,7 @@ class Loaded:
 
     `autocast`: the lower precision to run it in. `loss`: of its output and the `target`, if known.
     `read`: reads a minibatch by the indices of its examples, out of `examples` in total. `compile`:
-    torch.compile's backend that its run config has.
+    torch.compile's backend that its run config has; `recorded`: whether passes are CUDA graphs.
     """
 
     model: nn.Module
@@ -54,6 +54,7 @@ class Loaded:
     read: Callable[[Sequence[int]], object] | None = None
     examples: int = 0
     compile: str | None = None
+    recorded: bool = False
 
 
 def load(
@@ -123,6 +124,7 @@ def load_config(
         read=None if stream_of(train) else read,
         examples=len(train),
         compile=config.compile_backend,
+        recorded=config.records_passes,
     )
 
 

@@ -12,7 +12,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.placements.placement import Mesh, device_count
-from pipedream.graph.profile import Profile
+from pipedream.graph.profile import Footprint, Profile
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.calibrate.runs import CalibrationRun
 from pipedream.optimizer.choose.division import Division
@@ -43,6 +43,9 @@ from pipedream.optimizer.sharding.team_graph import (
 from pipedream.optimizer.sharding.views import Views, of_teams
 from pipedream.optimizer.simulate.workload import UPDATE_RATE
 from pipedream.schedule.policy import uniform_updates
+
+_WHOLE_PASSES = (None, DEFAULT_ORDER, "interleaved")
+"""Orders whose backward passes are not in halves."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def make_task(options: Options) -> Task:
         in_flight=options.in_flight,
         update_rate=rate or rates.get(options.optimizer, UPDATE_RATE),
         overheads=overheads,
-        footprints=None if profile is None else profile.footprints,
+        footprints=_footprints(options, profile),
         microbatches=options.microbatches if in_rounds else None,
         weight_prediction=options.weight_prediction,
         order=options.order,
@@ -362,6 +365,14 @@ def _split(options: Options, graph: Graph, profile: Profile | None) -> Split | N
     if counts is not None and min(counts) < 1:
         raise UserError(f"--replicas {options.replicas}: write a number for each stage: 2,1,1")
     return split_of(names, counts, graph, {} if profile is None else profile.modules)
+
+
+def _footprints(options: Options, profile: Profile | None) -> Mapping[str, Footprint] | None:
+    """Returns what nodes keep in memory, in whole passes or in halves."""
+    footprints = None if profile is None else profile.footprints
+    if footprints is None or options.order in _WHOLE_PASSES:
+        return footprints
+    return {name: each.in_programs for name, each in footprints.items()}
 
 
 def _groups(

@@ -171,6 +171,7 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
             saved=kept.saved / part,
             workspace=max(kept.workspace / part, nodes[name].parameter_bytes),
             input_bytes=kept.input_bytes / part,
+            programs=None if kept.programs is None else kept.programs / part,
         )
         for name, kept in graph.footprints.items()
     }

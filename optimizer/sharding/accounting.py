@@ -44,7 +44,7 @@ def kept_bytes(profile: OperatorProfile, footprints: Mapping[str, Footprint]) ->
             values = (v for v in call.results if v is not None and v in read)
             given[profile.nodes[call.name]] += sum(types[v].bytes for v in values)
     return {
-        call.name: footprints[node].saved / given[node]
+        call.name: footprints[node].in_programs.saved / given[node]
         for call in graph.calls
         if call.name not in backward
         for node in [profile.nodes[call.name]]

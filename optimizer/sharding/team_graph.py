@@ -59,8 +59,8 @@ def team_footprints(
     saved, allocated = _saved_shares(sharding), _allocated_shares(sharding)
     return {
         name: replace(
-            each,
-            saved=each.saved * saved.get(name, 1.0),
+            each.in_programs,
+            saved=each.in_programs.saved * saved.get(name, 1.0),
             workspace=each.workspace * allocated.get(name, 1.0),
         )
         for name, each in footprints.items()

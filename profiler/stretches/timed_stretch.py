@@ -132,14 +132,13 @@ def saved_parts(
     small: Sequence[tuple[TimedStretch, int, int]], large: tuple[int, int]
 ) -> dict[str, float]:
     """Returns by node what its compiled stretch saves, in parts of what it saves eagerly; all
-    together what the whole model does, but not less than eagerly, since passes in halves and on
-    meshes keep what compiled whole ones compute again. `small`, `large`: of stretches and of the
-    whole model the bytes saved eagerly and compiled.
+    together what the whole model does. `small`, `large`: of stretches and of the whole model the
+    bytes saved eagerly and compiled.
     """
     before, after = sum(eager for _, eager, _ in small), sum(made for *_, made in small)
     factor = large[1] / large[0] * before / after if large[0] and after else 1.0
     return {
-        name: max(1.0, made / eager * factor if eager else 1.0)
+        name: made / eager * factor if eager else 1.0
         for timed, eager, made in small
         for name in timed.nodes
     }

@@ -4,15 +4,17 @@
 
 As a user does it: for each model pd-profile RUN.YAML --compile auto, and for each way pd-profile
 with that, pd-optimize for so many workers in a row, pd-train. All ways are trained in turns. A line
-for each: expected and measured seconds of a minibatch, the bytes that a forward pass keeps,
-expected and counted, and the last loss, which is to be the same; and which way auto takes, with the
-seconds that compiling takes. `fusible`: the seconds of operators that are not complicated.
+for each: expected and measured seconds of the passes of the first stage, and of a minibatch; the
+bytes that a forward pass keeps, expected and counted, and the last loss; and which way auto takes,
+with the seconds that compiling takes. `fusible`: the seconds of operators that are not complicated.
+`profiled`: what passes that are not compiled took beside, which tells how fast the machine was.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -65,6 +67,14 @@ BERT = {
     "num_attention_heads": 4,
     "intermediate_size": 1024,
 }
+LLAMA = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 688,
+}
 MORE: dict[str, dict[str, Any]] = {
     "mobilenet": {
         "model": {"source": "torchvision:mobilenet_v3_small", "args": {"num_classes": 10}},
@@ -78,6 +88,17 @@ MORE: dict[str, dict[str, Any]] = {
         "model": {"source": "timm:vit_tiny_patch16_224", "args": {"num_classes": 10}},
         **IMAGES,
         "data": {"source": "models:image_data", "args": {"size": 224}},
+    },
+    "efficientnet": {
+        "model": {"source": "torchvision:efficientnet_b0", "args": {"num_classes": 10}},
+        **IMAGES,
+    },
+    "llama": {
+        "model": {"source": "transformers:llama", "args": LLAMA},
+        "data": {"source": "models:token_data", "args": {"tokens": 64, "vocabulary": 2048}},
+        "loss": "output",
+        "optimizer": {"name": "AdamW", "args": {"lr": 1e-4}},
+        "batch_size": 1,
     },
     "bert": {
         "model": {"source": "transformers:bert", "args": BERT},
@@ -173,23 +194,28 @@ def planned(name: str, way: str, stages: int, folder: Path) -> Plan:
 
 def row(name: str, way: str, plans: Mapping[str, Plan], folder: Path, turn: int) -> dict[str, Any]:
     """Trains for some seconds, all ways equally many minibatches."""
-    expected = {each: plan.predicted.expected_seconds_per_minibatch for each, plan in plans.items()}
-    own = expected[way]
-    assert own is not None
-    config = prepare(name, way, folder, int(SECONDS / max(filter(None, expected.values()))))
+    longest = max(plan.predicted.seconds_per_minibatch for plan in plans.values())
+    config = prepare(name, way, folder, int(SECONDS / longest))
     run = folder / f"run-{turn}"
     call(
         *("pd-train", folder / "plan/plan.json", "--config", config, "-o", run),
         "--no-evaluate",
     )
     summary = json.loads((run / "summary.json").read_text())
+    (rank, *_) = json.loads((run / "measured.json").read_text())["ranks"]
     profile = read_profile(folder / "profile/profile.json")
+    calls = profile.training_overheads
+    assert calls is not None
+    own = plans[way].stages[0].compute_seconds + calls.call_forward + calls.call_backward
+    passes = rank["forward"]["median"] + rank["backward"]["median"]
     return {
         "model": name,
         "compiled": way,
         "expected": own,
-        "measured": summary["seconds_per_minibatch"],
-        "error": own / summary["seconds_per_minibatch"] - 1,
+        "passes": passes,
+        "error": own / passes - 1,
+        "profiled": statistics.median(profile.pass_seconds),
+        "minibatch": summary["seconds_per_minibatch"],
         "saved": sum(node.saved_bytes or 0 for node in profile.nodes),
         "kept": kept(config, plans[way]) if turn == 0 else 0,
         "loss": summary["final_loss"],
