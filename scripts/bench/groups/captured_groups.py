@@ -44,7 +44,7 @@ from pipedream.graph.errors import UserError  # noqa: E402
 from pipedream.optimizer.cuts.groups import classes_of, fusion_groups, whole_modules  # noqa: E402
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph  # noqa: E402
 
-LIMIT = 180.0
+LIMIT = 600.0
 """Seconds for one model."""
 
 

@@ -216,7 +216,7 @@ def row(name: str, way: str, plans: Mapping[str, Plan], folder: Path, turn: int)
         "error": own / passes - 1,
         "profiled": statistics.median(profile.pass_seconds),
         "minibatch": summary["seconds_per_minibatch"],
-        "saved": sum(node.saved_bytes or 0 for node in profile.nodes),
+        "saved": sum(node.saved_bytes or 0 for node in profile.nodes if not node.is_input),
         "kept": kept(config, plans[way]) if turn == 0 else 0,
         "loss": summary["final_loss"],
     }
