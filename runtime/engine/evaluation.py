@@ -130,6 +130,14 @@ class EvaluationExecutor(ForwardExecutor):
     totals: EvaluationTotals
     metrics: Mapping[str, Metric] = field(default_factory=dict, kw_only=True)
     passes: int = field(default=0, init=False)
+    made: dict[int, Tensors] = field(default_factory=dict, init=False)
+
+    def _tensors(self, stage_module: StageModule) -> Tensors:
+        """Returns what a stage computes with, made once for all minibatches of a form."""
+        form = id(stage_module)
+        if form not in self.made:
+            self.made[form] = stage_module.evaluated_with(self.tensors)
+        return self.made[form]
 
     def _compute(
         self, action: Action, state: MinibatchState, stage_module: StageModule, known: Tensors
@@ -138,7 +146,7 @@ class EvaluationExecutor(ForwardExecutor):
         inputs = tuple(known[name] for name in piece.inputs)
         with computing(action):
             if self.sharding is None:
-                results = stage_module.compute(self.tensors, inputs)
+                results = stage_module.compute(self._tensors(stage_module), inputs)
             else:
                 named = program.on_mesh(self.tensors, known)
                 tensors = program.state(self.tensors, named)

@@ -23,7 +23,7 @@ from pipedream.capture.grouped import mark_groups
 from pipedream.capture.loss import Loss
 from pipedream.capture.programs.attribution import GraphNodes
 from pipedream.capture.programs.loss_end import LossEnd
-from pipedream.capture.rewrites.fold_norms import fold_norms
+from pipedream.capture.rewrites.fold_norms import FoldedNorms, fold_norms
 from pipedream.capture.segment import Segment, freeze_constants
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph
@@ -70,7 +70,8 @@ class StageModule:
     """One stage for one size of minibatches; `compute` runs `piece`, and so does `program`, for
     backward passes in halves.
 
-    `outputs`: the names of the values that the model returns, in the structure `out_spec`.
+    `outputs`: the names of the values that the model returns, in the structure `out_spec`. `norms`:
+    those that are part of their convolutions, to evaluate.
     """
 
     interface: StageInterface
@@ -80,6 +81,7 @@ class StageModule:
     out_spec: OutSpec
     program: StageProgram
     crossings: Crossings
+    norms: FoldedNorms | None = None
 
     @staticmethod
     def of(
@@ -100,10 +102,10 @@ class StageModule:
         for tensor in (*built.module.parameters(), *built.module.buffers()):
             if tensor.device != precision.device:
                 tensor.data = tensor.data.to(precision.device)  # they stay those of the model
-        piece = freeze_constants(built.to(precision.device), captured.owner)
+        piece, norms = freeze_constants(built.to(precision.device), captured.owner), None
         if rng is None:
             if plan.stages[stage].mesh is None:
-                fold_norms(piece.module)
+                norms = fold_norms(piece.module)
             run = plain(piece.module)
         else:
             assert rng.device.type == precision.device.type
@@ -112,7 +114,11 @@ class StageModule:
             run = make_compute(piece, precision, backend)
         program = StageProgram(piece, precision, backend, ends, nodes=GraphNodes.of(captured))
         outputs, out_spec = captured.outputs, captured.out_spec
-        return StageModule(interface, piece, run, outputs, out_spec, program, ends)
+        return StageModule(interface, piece, run, outputs, out_spec, program, ends, norms)
+
+    def evaluated_with(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns what `compute` is to be given to evaluate with these parameters and buffers."""
+        return tensors if self.norms is None else {**tensors, **self.norms.values(tensors)}
 
     def output(self, known: Mapping[str, torch.Tensor]) -> Any:
         """Returns what the model returns, from the values of the last stage by name."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import statistics
 import sys
+from functools import partial
 
 import pandas as pd
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.utils.benchmark import Timer
 
 from pipedream.capture.export import capture
@@ -55,18 +57,22 @@ def compared(model: nn.Module, batch: int) -> dict[str, float]:
     for _ in range(2):
         part = segment(captured, captured.working, captured.outputs)
         both.append(freeze_constants(part, captured.owner).module)
-    norms = fold_norms(both[1])
-    timers = [Timer("module(x)", globals={"module": each, "x": inputs}) for each in both]
+    folded = fold_norms(both[1])
+    tensors: dict[str, Tensor] = dict(both[1].named_parameters()) | dict(both[1].named_buffers())
+    given = tensors, tensors | folded.values(tensors)
+    runs = [partial(functional_call, *each, (inputs,)) for each in zip(both, given, strict=True)]
+    timers = [Timer("run()", globals={"run": run}) for run in runs]
     seconds: list[list[float]] = [[], []]
     for turn in range(TURNS + 1):
         for timer, own in zip(timers, seconds, strict=True):
             took = timer.timeit(1).mean
             if turn:
                 own.append(took)
-    plain, folded = (1e3 * statistics.median(own) for own in seconds)
-    (right, *_), (found, *_) = (each(inputs) for each in both)
+    plain, made = (1e3 * statistics.median(own) for own in seconds)
+    (right, *_), (found, *_) = (run() for run in runs)
     off = float((found - right).abs().max() / right.abs().max())
-    return {"norms": norms, "plain": plain, "folded": folded, "gain": plain / folded, "off": off}
+    gain = plain / made
+    return {"norms": len(folded.folds), "plain": plain, "folded": made, "gain": gain, "off": off}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import torch
 from image_models import models
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from pipedream.capture.export import capture
@@ -64,14 +65,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, int]] = {
     ),
     "one dimension": (lambda: pair(nn.BatchNorm1d(8), dims=1), images(40), 1),
     "three dimensions": (lambda: pair(nn.BatchNorm3d(8), dims=3), images(9, 9, 9), 1),
-    "more weights than results": (lambda: pair(nn.BatchNorm2d(8)), images(3, 3), 0),
+    "more weights than results": (lambda: pair(nn.BatchNorm2d(8)), images(3, 3), 1),
     "read twice": (Both, images(9, 9, channels=3), 0),
     "statistics of the minibatch": (Other, images(9, 9, channels=3), 0),
     "resnet18": (
         lambda: models.resnet18(num_classes=4),
         images(64, 64, channels=3),
-        2,
-    ),  # of small images
+        20,
+    ),
 }
 
 
@@ -85,9 +86,11 @@ def test_results_are_those_of_the_norms(name: str) -> None:
     captured = capture(model, (x,), training=False)
     part = freeze_constants(segment(captured, captured.working, captured.outputs), captured.owner)
     (plain,) = part.module(x)
-    assert fold_norms(part.module) == folded
+    norms = fold_norms(part.module)
+    assert len(norms.folds) == folded
     for _ in range(2):
-        (found,) = part.module(x)
+        tensors = dict(captured.module.named_parameters()) | dict(captured.module.named_buffers())
+        (found,) = functional_call(part.module, tensors | norms.values(tensors), (x,))
         torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-9)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -103,4 +106,15 @@ def test_types_that_differ_are_left_alone() -> None:
     x = torch.randn(2, 4, 9, 9, dtype=torch.bfloat16)
     captured = capture(model, (x,), training=False)
     part = segment(captured, captured.working, captured.outputs)
-    assert fold_norms(part.module) == 0
+    assert not fold_norms(part.module).folds
+
+
+def test_what_is_not_given_is_not_guessed() -> None:
+    """A pass without the weights that the norms are part of."""
+    model = pair(nn.BatchNorm2d(8)).double()
+    x = images(9, 9)
+    captured = capture(model, (x,), training=False)
+    part = segment(captured, captured.working, captured.outputs)
+    assert len(fold_norms(part.module).folds) == 1
+    with pytest.raises(RuntimeError, match=r"weight|bias"):
+        part.module(x)
