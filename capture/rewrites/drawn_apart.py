@@ -4,13 +4,14 @@ that operators draw themselves, after their seed.
 Each draw becomes an input of the module: the factors of dropout, 0 or 1 / (1 - p), which dropout
 itself makes of ones, in the order in which the memory of its input lies; on GPUs, whose dropout
 multiplies in a wider type, which of them are kept. On CPUs attention with dropout is products of
-matrices, and is written so, with the factors of its weights.
+matrices, and is written so, with the factors of its weights. Of operators that only draw, such as
+`rand_like` and the `bernoulli` of stochastic depth, the numbers themselves are the input.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,18 @@ _RECURRENT = frozenset(
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
     for overload in ("input", "data")
 )
+_ONLY_DRAWS = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        ("bernoulli", "p"),
+        ("normal_functional", "default"),
+        ("rand", "default"),
+        ("rand_like", "default"),
+        ("randn", "default"),
+        ("randn_like", "default"),
+    )
+)
+"""What they give depends on the shape and type of what they are given, not on its elements."""
 _EXACT = torch.float32, torch.float64
 """Types whose attention is computed in them; that in others is widened, and its draws with it."""
 
@@ -50,11 +63,37 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class OnlyDraw:
+    """`operator(*args, **kwargs)` after `seed` if there is one, with tensors `like` them in place
+    of nodes.
+    """
+
+    seed: nn.Module | None
+    operator: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    device: torch.device
+
+    def __call__(self) -> Tensor:
+        if self.seed is not None:
+            self.seed()
+
+        def like(node: fx.Node) -> Tensor:
+            value = node.meta["val"]
+            sizes = tuple(value.shape), tuple(value.stride())
+            return torch.empty_strided(*sizes, dtype=value.dtype, device=self.device)
+
+        args, kwargs = fx.map_arg((self.args, dict(self.kwargs)), like)
+        where = {"device": self.device} if kwargs.get("device") is not None else {}
+        return self.operator(*args, **{**kwargs, **where})
+
+
+@dataclass(frozen=True)
 class DrawnApart:
     """`module` is given, after its own inputs, what each of the `draws` gives."""
 
     module: fx.GraphModule
-    draws: Sequence[Draw]
+    draws: Sequence[Draw | OnlyDraw]
 
     @staticmethod
     def of(module: fx.GraphModule, device: torch.device) -> DrawnApart:
@@ -63,7 +102,7 @@ class DrawnApart:
         """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         graph.output(graph.graph_copy(module.graph, copies))
-        module, draws = fx.GraphModule(module, graph), list[Draw]()
+        module, draws = fx.GraphModule(module, graph), list[Draw | OnlyDraw]()
         graph = module.graph
         for node in filter(is_draw, list(graph.nodes)):
             draw = _draw(node, device)
@@ -82,8 +121,13 @@ class DrawnApart:
         return (draw() for draw in self.draws)
 
 
-def _draw(node: fx.Node, device: torch.device) -> Draw | None:
+def _draw(node: fx.Node, device: torch.device) -> Draw | OnlyDraw | None:
     """Returns what draws the random numbers of this operator; None if only it itself can."""
+    if node.target in _ONLY_DRAWS:
+        given = [source.meta.get("val") for source in node.all_input_nodes]
+        if not all(isinstance(value, Tensor) for value in given):
+            return None
+        return OnlyDraw(_seed(node), node.target, node.args, node.kwargs, device)  # type: ignore[arg-type]
     p = probability(node)
     if p is None or p in (0.0, 1.0) or node.target in _RECURRENT:
         return None
@@ -122,6 +166,11 @@ def _take(node: fx.Node, drawn: fx.Node) -> None:
     """Puts in the place of the operator one that is given what it draws, and erases its seed."""
     graph = node.graph
     _erase_seed(node)
+    if node.target in _ONLY_DRAWS:
+        drawn.meta = dict(node.meta)
+        node.replace_all_uses_with(drawn)
+        graph.erase_node(node)
+        return
     with graph.inserting_before(node):
         if node.target is _DROPOUT:
             made = graph.call_function(_dropped, (node.args[0], drawn, probability(node)))

@@ -91,6 +91,10 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "attention without dropout": (lambda _, y: heads(y, dropout_p=0.0), 0),
     "an LSTM without dropout": (lambda _, y: recurrent(y, 0.0), 0),
     "an LSTM": (lambda _, y: recurrent(y, 0.4), 0),
+    "stochastic depth": (lambda _, y: y * y.new_empty(2, 1, 1).bernoulli_(0.6) / 0.6, 1),
+    "noise": (lambda x, y: y + 0.1 * torch.randn_like(x.transpose(1, 2)).transpose(1, 2), 1),
+    "rand": (lambda x, y: y * (torch.rand(2, 1, 1, dtype=x.dtype) < 0.6) + torch.rand_like(x), 2),
+    "normal": (lambda _, y: y * torch.empty_like(y).normal_(1.0, 0.1), 1),
     "of data": (lambda _, y: y * torch.bernoulli(y.sigmoid()), 0),
 }
 
