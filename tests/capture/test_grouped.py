@@ -210,3 +210,32 @@ def test_no_value_is_held_longer_than_it_is_read() -> None:
     ended = [(name, number) for number, group in enumerate(groups) for name in group.ends]
     assert dict(ended).items() >= {(name, last[name]) for name in values}
     assert len(ended) == len(dict(ended))
+
+
+class Reduced(nn.Module):
+    """Many short rows and few long ones, which a GPU's usual mapping keeps idle (seed 003, 5.3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.blocks = nn.Parameter(torch.ones(())), nn.ModuleList([nn.Softmax(1)])
+
+    def forward(self, short: Tensor, long: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = (self.scale * long).sum(1)
+        return (self.scale * short).sum(1), rows, self.blocks[0](self.scale * short).square().sum(1)
+
+
+@pytest.mark.slow
+def test_awkward_reductions_are_equal_compiled() -> None:
+    """Other mappings than torch's own were not faster: scripts/bench/groups/reductions.py."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    given = torch.randn(750_000, 32), torch.randn(64, 30_000)
+    captured = capture(Reduced(), given)
+    part = segment(captured, captured.working, captured.outputs)
+    mark_groups(part.module, captured, captured.working)
+    known = dict(zip(captured.inputs, given, strict=True))
+    inputs = tuple(known[name] for name in part.inputs)
+    wanted = learned(part, plain(part.module), inputs)
+    found = learned(part, compiled(part.module, "groups:inductor", CPU), inputs)
+    for one, other in zip(found[0], wanted[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
