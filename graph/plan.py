@@ -323,7 +323,7 @@ class DraftPlan(ArtifactModel):
     """Examples of the minibatch that times and memory are for, if the profile says so."""
     compile: str | None = None
     """torch.compile's backend that they are for; None if stages are not compiled."""
-    eager_nodes: tuple[str, ...] = ()
+    eager_nodes: tuple[str, ...] | None = None
     """Nodes of groups that are not compiled, as that was not faster, if stages are by groups."""
     stages: tuple[Stage, ...] = Field(min_length=1)
     """In their order."""

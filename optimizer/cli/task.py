@@ -83,7 +83,7 @@ class Task:
         return {
             **size,
             "compile": self.profile.compile,
-            "eager_nodes": self.profile.eager_nodes,
+            "eager_nodes": self.profile.eager_nodes or None,
         }
 
     @property

@@ -110,7 +110,7 @@ class StageModule:
         else:
             assert rng.device.type == precision.device.type
             seed_each(piece, captured.module, rng)
-            mark_groups(piece.module, captured, interface.nodes, plan.eager_nodes)
+            mark_groups(piece.module, captured, interface.nodes, plan.eager_nodes or ())
             run = make_compute(piece, precision, backend)
         program = StageProgram(piece, precision, backend, ends, nodes=GraphNodes.of(captured))
         outputs, out_spec = captured.outputs, captured.out_spec

@@ -13,7 +13,7 @@ from pipedream.graph.plan import read_plan
 
 
 def planned(folder: Path, perceptron: Path, halved: bool, *words: str) -> float:
-    """The memory of the fullest worker, where compiled passes save half of it, or where they are
+    """The memory of all stages, where compiled passes save half of it, or where they are
     not compiled.
     """
     own = folder / f"{halved}"
@@ -28,7 +28,7 @@ def planned(folder: Path, perceptron: Path, halved: bool, *words: str) -> float:
     done = typed(folder, [*told, "--schedule", "flush", "--microbatches", "8", *words])
     assert done.code == 0, done.error
     shutil.rmtree(own)
-    return max(stage.memory_bytes for stage in read_plan(folder / "plan" / "plan.json").stages)
+    return sum(stage.memory_bytes for stage in read_plan(folder / "plan" / "plan.json").stages)
 
 
 @pytest.mark.parametrize(

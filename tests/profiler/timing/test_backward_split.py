@@ -112,8 +112,8 @@ def test_norms_and_recurrences_do_not_divide() -> None:
 
 @pytest.mark.slow
 def test_an_embedding_has_gradients_of_weights_alone() -> None:
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Dropout(0.5), nn.Linear(4, 9))
-    words, drop, last = shares(model, torch.randint(0, 9, (3, 5)))
+    model = nn.Sequential(nn.Embedding(9, 64), nn.Dropout(0.5), nn.Linear(64, 64))
+    words, drop, last = shares(model, torch.randint(0, 9, (3, 50)))
     assert (words, drop) == (0, 1)
     assert both(last)
 
