@@ -117,9 +117,9 @@ def compiled_function(
     run: Callable[..., Any], backend: str, device: torch.device
 ) -> Callable[..., Any]:
     """Returns what torch.compile makes of it, never for shapes in general: a smaller last minibatch
-    has a module of its own. On CPUs inductor leaves
-    tensors in the order that they have: where it chose one by itself, torch 2.13 computed wrong
-    gradients of a VGG, kept copies of all its weights, and was slower.
+    has a module of its own. On CPUs inductor leaves tensors in the order that they have: where it
+    chose one by itself, torch 2.13 computed wrong gradients of a VGG, kept copies of all its
+    weights, and was slower.
     """
     if backend == INDUCTOR and device.type == "cpu":
         options: dict[str, str | int | bool | Callable[..., Any]] = {"layout_optimization": False}

@@ -64,14 +64,8 @@ class SavedMemory:
 
     def run_node(self, node: NodeModule, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Runs a node on its inputs among `values` and returns its outputs."""
-        packed: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            packed[address(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
         inputs, module = node.inputs(values), node.segment.module
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saving() as packed:
             outputs = module(*inputs)
         parameter_addresses = set(map(address, (*module.parameters(), *module.buffers())))
         names = self.owners.of_node(node, inputs, outputs)
@@ -163,6 +157,19 @@ def _discard_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(null)
+
+
+@contextmanager
+def saving() -> Iterator[dict[int, int]]:
+    """Yields the bytes of what is saved inside for a backward pass, by address."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[address(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
 
 
 def address(tensor: Tensor) -> int:

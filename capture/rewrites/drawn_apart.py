@@ -123,16 +123,13 @@ class DrawnApart:
 
 def _draw(node: fx.Node, device: torch.device) -> Draw | OnlyDraw | None:
     """Returns what draws the random numbers of this operator; None if only it itself can."""
+    given = [source.meta.get("val") for source in node.all_input_nodes]
+    if not all(isinstance(value, Tensor) for value in given):
+        return None
     if node.target in _ONLY_DRAWS:
-        given = [source.meta.get("val") for source in node.all_input_nodes]
-        if not all(isinstance(value, Tensor) for value in given):
-            return None
         return OnlyDraw(_seed(node), node.target, node.args, node.kwargs, device)  # type: ignore[arg-type]
     p = probability(node)
     if p is None or p in (0.0, 1.0) or node.target in _RECURRENT:
-        return None
-    given = [source.meta.get("val") for source in node.all_input_nodes]
-    if not all(isinstance(value, Tensor) for value in given):
         return None
     if node.target is _DROPOUT:
         value = node.args[0].meta["val"]  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, TypeAlias
@@ -18,13 +19,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
-from torch.autograd.graph import saved_tensors_hooks
 
 from pipedream.capture.grouped import Group
 from pipedream.graph.profile import ProfiledGroups
-from pipedream.profiler.memory import address
+from pipedream.profiler.memory import address, saving
 from pipedream.profiler.stretches.timed_stretch import WORTH_COMPILING, furthest_off
-from pipedream.profiler.timing.passes import RandomGradients
+from pipedream.profiler.timing.passes import RandomGradients, gradients_of
 from pipedream.profiler.timing.stopwatch import Stopwatch
 
 Function: TypeAlias = Callable[..., Any]
@@ -89,13 +89,17 @@ class _Turns:
 
     def __post_init__(self) -> None:
         self.random = RandomGradients(self.device)
+        self.wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
+
+    def _fork(self) -> AbstractContextManager[None]:
+        """Restores what the state of the random numbers was, which groups draw from."""
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def seconds(self, ways: Mapping[str, Function]) -> Mapping[str, float]:
         """Returns the medians of turns; without "compiled" if that fails, or its gradients are
         wrong.
         """
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(cuda):
+        with self._fork():
             if not self._compiles(ways):
                 ways = {"eager": ways["eager"]}
             turns = list(self._in_turns(list(ways.values())))
@@ -124,42 +128,24 @@ class _Turns:
         self.watch.clear()
         self.watch.lead()
         marks = [self.watch.mark()]
-        ends, wanted = self._forward(way)
+        ends = [end for end in way(*self.leaves) if end.requires_grad]
         marks.append(self.watch.mark())
         drawn = [self.random.like(end) for end in ends]
         marks.append(self.watch.mark())
-        if ends and wanted:
-            torch.autograd.grad(ends, wanted, drawn, allow_unused=True)
+        if ends and self.wanted:
+            torch.autograd.grad(ends, self.wanted, drawn, allow_unused=True)
         marks.append(self.watch.mark())
         return self.watch.seconds(*marks[:2]) + self.watch.seconds(*marks[2:])
 
-    def _forward(self, way: Function) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns what has gradients, of what it gives and of what it is given."""
-        results = way(*self.leaves)
-        return [end for end in results if end.requires_grad], list(self._wanted().values())
-
-    def _wanted(self) -> dict[str, Tensor]:
-        return {str(k): leaf for k, leaf in enumerate(self.leaves) if leaf.requires_grad}
-
     def _gradients(self, way: Function) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        ends, wanted = self._forward(way)
-        if not ends or not wanted:
-            return {}
-        drawn = [torch.randn_like(end) for end in ends]
-        found = torch.autograd.grad(ends, wanted, drawn, allow_unused=True)
-        pairs = zip(self._wanted(), found, strict=True)
-        return {name: gradient for name, gradient in pairs if gradient is not None}
+        torch.manual_seed(0)  # of what is drawn
+        leaves = {str(number): leaf for number, leaf in enumerate(self.leaves)}
+        return gradients_of(way(*self.leaves), leaves)
 
     def saved_bytes(self, way: Function) -> int:
         """Returns what a forward pass keeps that was not there before."""
-        given, saved = set(map(address, self.leaves)), dict[int, int]()
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved[address(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.random.fork_rng(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        given = set(map(address, self.leaves))
+        with self._fork(), saving() as saved:
             way(*self.leaves)
         return sum(size for place, size in saved.items() if place not in given)
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.compiled import Trial, compiled, plain
 from pipedream.capture.grouped import mark_groups
 from pipedream.capture.segment import Segment, freeze_constants, segment
-from pipedream.profiler.memory import address
+from pipedream.profiler.memory import address, saving
 from pipedream.profiler.timing.stopwatch import Stopwatch
 
 LOSS = "loss"
@@ -95,6 +94,19 @@ class RandomGradients:
         return torch.empty_like(value).copy_(random_gradients)
 
 
+def gradients_of(results: Sequence[Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns those of what is given, from gradients of the results that are the same each time."""
+    wanted = {name: value for name, value in given.items() if value.requires_grad}
+    ends = [value for value in results if value.requires_grad]
+    if not ends or not wanted:
+        return {}
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(value.shape, generator=generator).to(value) for value in ends]
+    found = torch.autograd.grad(ends, list(wanted.values()), drawn, allow_unused=True)
+    pairs = zip(wanted, found, strict=True)
+    return {name: gradient for name, gradient in pairs if gradient is not None}
+
+
 class Stretch:
     """Nodes of a captured model as one module on a device, like a stage."""
 
@@ -144,13 +156,8 @@ class Stretch:
         """Returns what a forward pass on the inputs among `values` saves for the backward pass,
         without parameters and buffers.
         """
-        state, saved = self.part.state, dict[int, int]()
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved[address(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        state = self.part.state
+        with saving() as saved:
             results = self.compute(state, self._given(values))
         held = set(map(address, state.values()))
         del results
@@ -163,16 +170,7 @@ class Stretch:
         state = self.part.state
         inputs = self._given(values)
         results = self.compute(state, inputs)
-        given = {**state, **dict(zip(self.part.inputs, inputs, strict=True))}
-        wanted = {name: value for name, value in given.items() if value.requires_grad}
-        ends = [value for value in results if value.requires_grad]
-        if not ends or not wanted:
-            return {}
-        generator = torch.Generator().manual_seed(0)
-        drawn = [torch.randn(value.shape, generator=generator).to(value) for value in ends]
-        found = torch.autograd.grad(ends, list(wanted.values()), drawn, allow_unused=True)
-        pairs = zip(wanted, found, strict=True)
-        return {name: gradient for name, gradient in pairs if gradient is not None}
+        return gradients_of(results, state | dict(zip(self.part.inputs, inputs, strict=True)))
 
     def _run(
         self, values: Mapping[str, Tensor], loss: Loss | None

@@ -102,7 +102,8 @@ class StageModule:
         for tensor in (*built.module.parameters(), *built.module.buffers()):
             if tensor.device != precision.device:
                 tensor.data = tensor.data.to(precision.device)  # they stay those of the model
-        piece, norms = freeze_constants(built.to(precision.device), captured.owner), None
+        piece = freeze_constants(built.to(precision.device), captured.owner)
+        norms = None
         if rng is None:
             if plan.stages[stage].mesh is None:
                 norms = fold_norms(piece.module)

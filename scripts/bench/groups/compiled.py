@@ -25,8 +25,6 @@ import click
 import pandas as pd
 import torch
 import yaml
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 BENCH = Path(__file__).parents[1]
 sys.path.insert(0, str(BENCH))
@@ -45,6 +43,7 @@ from pipedream.graph.plan import Plan, read_plan  # noqa: E402
 from pipedream.graph.profile import read_profile  # noqa: E402
 from pipedream.graph.run_config import read_config  # noqa: E402
 from pipedream.optimizer.cuts.groups import classes_of  # noqa: E402
+from pipedream.profiler.memory import address, saving  # noqa: E402
 from pipedream.runtime.stages.randomness import MinibatchRng  # noqa: E402
 from pipedream.runtime.stages.stage_module import StageModule  # noqa: E402
 
@@ -60,6 +59,11 @@ IMAGES = {
     "batch_size": 2,
 }
 """Small minibatches of networks with many norms."""
+TOKENS = {
+    "data": {"source": "models:token_data", "args": {"tokens": 64, "vocabulary": 2048}},
+    "loss": "output",
+    "optimizer": {"name": "AdamW", "args": {"lr": 1e-4}},
+}
 BERT = {
     "vocab_size": 2048,
     "hidden_size": 256,
@@ -95,16 +99,12 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "llama": {
         "model": {"source": "transformers:llama", "args": LLAMA},
-        "data": {"source": "models:token_data", "args": {"tokens": 64, "vocabulary": 2048}},
-        "loss": "output",
-        "optimizer": {"name": "AdamW", "args": {"lr": 1e-4}},
+        **TOKENS,
         "batch_size": 1,
     },
     "bert": {
         "model": {"source": "transformers:bert", "args": BERT},
-        "data": {"source": "models:token_data", "args": {"tokens": 64, "vocabulary": 2048}},
-        "loss": "output",
-        "optimizer": {"name": "AdamW", "args": {"lr": 1e-4}},
+        **TOKENS,
         "batch_size": 4,
     },
 }
@@ -163,7 +163,6 @@ def kept(config: Path, plan: Plan) -> int:
     """Bytes that a forward pass of a plan of one stage, run as pd-train does, keeps for the
     backward pass beside what was there before.
     """
-    sys.path.insert(0, str(BENCH))
     loaded = load_config(read_config(config), config.parent)
     captured = capture(
         loaded.model, loaded.args, loaded.kwargs, precision=Precision(loaded.autocast, CPU)
@@ -171,15 +170,9 @@ def kept(config: Path, plan: Plan) -> int:
     stage = StageModule.of(captured, plan, 0, MinibatchRng(0, CPU), plan.compile)
     given = captured.on_device(flatten_inputs(loaded.args, loaded.kwargs), CPU)
     inputs = tuple(given[name] for name in stage.piece.inputs)
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saving() as sizes:
         results = stage.compute(stage.piece.state, inputs)
-    before = {each.untyped_storage().data_ptr() for each in (*stage.piece.state.values(), *inputs)}
+    before = set(map(address, (*stage.piece.state.values(), *inputs)))
     del results
     return sum(size for place, size in sizes.items() if place not in before)
 
