@@ -15,7 +15,7 @@ from pipedream.command_line import checked
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_seconds
 from pipedream.profiler.cli import write_files
-from pipedream.profiler.measure import Measured
+from pipedream.profiler.assembly import Measured
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,7 +74,8 @@ def profile(
     from pipedream.capture.captured import flatten_inputs
     from pipedream.capture.compute_settings import to_train
     from pipedream.capture.sources.load import Loaded
-    from pipedream.profiler.measure import Settings, measure
+    from pipedream.profiler.assembly import Settings
+    from pipedream.profiler.measure import measure
     from pipedream.profiler.timing.stopping_rule import StoppingRule
 
     if not isinstance(model, nn.Module):

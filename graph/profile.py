@@ -233,6 +233,18 @@ class Machine(ArtifactModel):
     """Versions of the libraries that the model comes from."""
 
 
+class Estimated(ArtifactModel):
+    """Says that nothing was measured: times follow from flops and bytes of the operators."""
+
+    device: str
+    """The device file."""
+    error: _NonNegative | None
+    """How far whole passes of other models were from such estimates: relative, half of the models
+    by less; None if that was not compared."""
+    worst: _NonNegative | None
+    """The same of the model that it was worst for."""
+
+
 class Totals(ArtifactModel):
     """Sums over the nodes; of times the medians, each parameter once."""
 
@@ -266,6 +278,8 @@ class Profile(ArtifactModel):
     repeats: int = Field(ge=1)
     """Passes that counted."""
     machine: Machine
+    estimated: Estimated | None = None
+    """None if it was measured."""
     graph_fingerprint: str
     """`Graph.fingerprint`: a hash of the structure of graph.txt."""
     totals: Totals

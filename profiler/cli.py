@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipedream.capture.sources.load import Loaded
-    from pipedream.profiler.measure import Measured
+    from pipedream.profiler.assembly import Measured
 
 _BATCH_SIZE = 32
 _CORES = click.IntRange(min=1, max=os.cpu_count())
@@ -52,8 +52,19 @@ _GROUPS = {
             "For a model larger than memory: create it without data and measure one node at a"
             " time.  [default: measure whole passes]",
         ),
+        option(
+            "--dtype TYPE",
+            "Of parameters and inputs.  [default: the run config's, else float32]",
+            click.Choice(["float32", "float64", "bfloat16"]),
+        ),
     ),
     "Measuring": (
+        option(
+            "--for DEVICE asked_device",
+            "Estimate for a device that is not at hand, from flops and bytes of the operators: a100,"
+            " b200, cpu, h100, h200, l40s, mi300x, or a device file that ends in .yaml. The model"
+            " gets no memory.  [default: measure here]",
+        ),
         option("--device DEVICE", "cpu, cuda or cuda:1.", default="cpu"),
         option(
             "--threads N",
@@ -177,9 +188,12 @@ def _measurement(
     """Returns what measures the model at a batch size, or at the model's own for None."""
     import torch
 
-    from pipedream.profiler.measure import Settings, measure
+    from pipedream.profiler.assembly import Settings
+    from pipedream.profiler.measure import measure
     from pipedream.profiler.timing.stopping_rule import StoppingRule
 
+    if options["asked_device"] is not None:
+        return _estimation(options, args)
     shards = None if options["shards"] is None else _shards(options["shards"])
     model, meta, device = options["model"], options["meta"], _device(options["device"])
     rule = StoppingRule(options["warmup"], options["repeats"], options["seconds"])
@@ -188,7 +202,9 @@ def _measurement(
         torch.manual_seed(0)
         with _enough_memory(options["device"]), progress() as step:
             step("loading", 0.0, 0.0)
-            loaded, used, size = _load(model, dict(args), batch_size, options["inputs"], meta)
+            loaded, used, size = _load(
+                *(model, dict(args), batch_size, options["inputs"], meta, options["dtype"])
+            )
             step("capturing", 0.0, 0.0)
             threads, workers = options["threads"], options["workers"]
             backend = _backend(options["compile"], loaded.compile)
@@ -198,6 +214,40 @@ def _measurement(
             return measure(loaded, settings, lambda part: step("timing", part, 1.0))
 
     return measure_at
+
+
+def _estimation(
+    options: Mapping[str, Any], args: Mapping[str, Any]
+) -> Callable[[int | None], Measured]:
+    """Returns what estimates the model at a batch size, on the device of --for."""
+    import torch
+
+    from pipedream.profiler.assembly import Settings
+    from pipedream.profiler.estimate.device_file import read_device
+    from pipedream.profiler.estimate.estimate import estimate
+    from pipedream.profiler.timing.stopping_rule import StoppingRule
+
+    for name in ("device", "threads", "workers", "compile", "warmup", "repeats"):
+        source = click.get_current_context().get_parameter_source(name)
+        if source is not click.core.ParameterSource.DEFAULT:
+            raise UserError(f"--{name} is for measuring: it does not go with --for")
+    device = read_device(options["asked_device"])
+    shards = None if options["shards"] is None else _shards(options["shards"])
+
+    def estimate_at(batch_size: int | None) -> Measured:
+        with progress() as step:
+            step("loading", 0.0, 0.0)
+            loaded, used, size = _load(
+                *(options["model"], dict(args), batch_size, options["inputs"], True),
+                options["dtype"],
+            )
+            settings = Settings(
+                *(options["model"], used, size, torch.device("cpu"), StoppingRule(), 1, True),
+                shards=shards,
+            )
+            return estimate(loaded, settings, device, lambda what: step(what, 0.0, 0.0))
+
+    return estimate_at
 
 
 def _measure_network(parameters: Mapping[str, Any]) -> int:
@@ -309,10 +359,15 @@ def _device(text: str) -> torch.device:
 
 
 def _load(
-    model: str, args: dict[str, Any], batch_size: int | None, inputs: tuple[str, ...], meta: bool
+    model: str,
+    args: dict[str, Any],
+    batch_size: int | None,
+    inputs: tuple[str, ...],
+    meta: bool,
+    dtype: str | None = None,
 ) -> tuple[Loaded, dict[str, Any], int]:
     """Returns the model with its inputs, the arguments of its factory, and its batch size."""
-    from pipedream.capture.sources.load import load, load_config
+    from pipedream.capture.sources.load import in_dtype, load, load_config
     from pipedream.graph.errors import check_kind, read_text
     from pipedream.graph.run_config import read_config
 
@@ -325,12 +380,14 @@ def _load(
                 "package.module:factory, or the path of a run config, CONFIG.yaml"
             )
         size = batch_size or _BATCH_SIZE
-        return load(model, args, size, inputs, meta), args, size
+        return in_dtype(load(model, args, size, inputs, meta), dtype or "float32"), args, size
     for name, values in (("--arg", args), ("--input", inputs)):
         if values:
             raise UserError(f"{name} does not go with a run config: set it in {model}")
     path = Path(model)
     config = read_config(path)
+    if dtype is not None:
+        config = config.model_copy(update={"dtype": dtype})
     size = batch_size or config.batch_size
     return load_config(config, path.parent, size, meta), dict(config.model.args), size
 

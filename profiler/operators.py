@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,60 @@ from pipedream.capture.programs.attribution import Attributed, attribute
 from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.graph.model import Graph
-from pipedream.graph.placements.operators import Operator, OperatorProfile
+from pipedream.graph.placements.operators import Operator, OperatorProfile, TimedOperator
 from pipedream.profiler.discovery.known import discover
 from pipedream.profiler.discovery.separate import Outcome
 from pipedream.profiler.timing.local_operators import time_local_operators
-from pipedream.profiler.timing.operator_times import operator_seconds
+from pipedream.profiler.timing.operator_times import operator_seconds, time_alone, touched_bytes
 from pipedream.sharding.rules import RULES
 
 _LONGEST = 200
 """Characters of a reason: torch explains at length."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The operators of a model's passes; `undivided`: by target, why some cannot be divided."""
+
+    attributed: Attributed
+    undivided: Mapping[str, str]
+
+    def profile(
+        self,
+        batch_size: int,
+        fingerprint: str,
+        seconds: Mapping[str, float],
+        local_seconds: Sequence[TimedOperator],
+    ) -> OperatorProfile:
+        """Returns what operators.json has."""
+        return OperatorProfile(
+            fingerprint=fingerprint,
+            batch_size=batch_size,
+            graph=self.attributed.graph,
+            nodes=dict(self.attributed.nodes),
+            seconds=dict(seconds),
+            local_seconds=tuple(local_seconds),
+            undivided=dict(self.undivided),
+        )
+
+
+def trace(
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+    precision: AbstractContextManager[Any],
+    loss: LossEnd | None = None,
+    target: Target | None = None,
+) -> Traced:
+    """Traces the passes on inputs such as these (in the order of `captured.inputs`). `precision`:
+    the context of the forward pass, which is entered twice. The passes end in the `loss`, if it can
+    be traced. Raises CannotDivide if the passes cannot be had as one graph.
+    """
+    attributed = None
+    if loss is not None and target is not None:
+        with suppress(CannotDivide):
+            attributed = attribute(captured, inputs, device, precision, loss, target)
+    return Traced(*_discovered(attributed or attribute(captured, inputs, device, precision)))
 
 
 def profile_operators(
@@ -37,38 +83,29 @@ def profile_operators(
     target: Target | None = None,
     shards: Sequence[int] | None = None,
 ) -> OperatorProfile:
-    """Traces the passes on inputs such as these (in the order of `captured.inputs`) and divides the
-    times of the nodes of `graph` among the operators. `precision`: the context of the forward pass,
-    which is entered twice. The passes end in the `loss`, if it can be traced. `shards`: numbers of
-    devices for which the operators that one of them would have are timed, too; None for two, of the
-    operators that take most.
+    """Traces the passes and divides the times of the nodes of `graph` among the operators.
+    `shards`: numbers of devices for which the operators that one of them would have are timed, too;
+    None for two, of the operators that take most. Other arguments: see `trace`.
 
     Raises CannotDivide, with one line, if the passes cannot be had as one graph.
     """
     # Whatever torch raises: operators are of use to some plans, the rest of the profile to all.
     try:
-        attributed = None
-        if loss is not None and target is not None:
-            with suppress(CannotDivide):
-                attributed = attribute(captured, inputs, device, precision, loss, target)
-        attributed = attributed or attribute(captured, inputs, device, precision)
-        attributed, reasons = _discovered(attributed)
-        seconds = operator_seconds(attributed, graph, device)
-        local_seconds = time_local_operators(attributed.graph, seconds, shards, device)
+        traced = trace(captured, inputs, device, precision, loss, target)
+        seconds = operator_seconds(traced.attributed, graph, device)
+        alone = partial(time_alone, device=device, between=touched_bytes(traced.attributed.graph))
+        local_seconds = time_local_operators(traced.attributed.graph, seconds, shards, alone)
     except Exception as error:
-        said = str(error).strip()
-        if not isinstance(error, CannotDivide):
-            said = f"{type(error).__name__}: {said}"
-        raise CannotDivide(said.splitlines()[0][:_LONGEST]) from error
-    return OperatorProfile(
-        fingerprint=captured.graph.fingerprint,
-        batch_size=batch_size,
-        graph=attributed.graph,
-        nodes=dict(attributed.nodes),
-        seconds=seconds,
-        local_seconds=local_seconds,
-        undivided=reasons,
-    )
+        raise CannotDivide(in_one_line(error)) from error
+    return traced.profile(batch_size, captured.graph.fingerprint, seconds, local_seconds)
+
+
+def in_one_line(error: Exception) -> str:
+    """Says why the operators cannot be had."""
+    said = str(error).strip()
+    if not isinstance(error, CannotDivide):
+        said = f"{type(error).__name__}: {said}"
+    return said.splitlines()[0][:_LONGEST]
 
 
 def _discovered(attributed: Attributed) -> tuple[Attributed, dict[str, str]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from pipedream.capture.compute_settings import to_train
@@ -90,6 +91,18 @@ def load(
     if inputs or own_inputs is None:
         return Loaded(to_train(model), examples(inputs, batch_size))
     return Loaded(to_train(model), *own_inputs)
+
+
+def in_dtype(loaded: Loaded, dtype: str) -> Loaded:
+    """Returns the model and its inputs with floating values of a type, such as `bfloat16`."""
+    if dtype == "float32":
+        return loaded
+    wanted = getattr(torch, dtype)
+    loaded.model._apply(lambda tensor: in_type(tensor, wanted))  # type: ignore[no-untyped-call]
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda tensor: in_type(tensor, wanted), (loaded.args, loaded.kwargs)
+    )
+    return replace(loaded, args=args, kwargs=kwargs)
 
 
 def load_config(

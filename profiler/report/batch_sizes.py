@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from pipedream.graph.profile import Profile
-    from pipedream.profiler.measure import Measured
+    from pipedream.profiler.assembly import Measured
 
 PICTURE = "batch_sizes.png"
 _OPTION = "--batch-sizes"

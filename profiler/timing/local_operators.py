@@ -7,13 +7,10 @@ planner takes ratios (`sharding.local_times`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-
-import torch
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pipedream.graph.placements.operators import Operator, OperatorGraph, TimedOperator
 from pipedream.graph.placements.placement import Mesh
-from pipedream.profiler.timing.operator_times import time_alone, touched_bytes
 from pipedream.sharding.rules import local_operator, strategies
 
 _WORTH, _LIKELY = 0.99, 0.9
@@ -26,12 +23,13 @@ def time_local_operators(
     graph: OperatorGraph,
     seconds: Mapping[str, float],
     shards: Sequence[int] | None,
-    device: torch.device,
+    alone: Callable[..., Mapping[Operator, float | None]],
 ) -> tuple[TimedOperator, ...]:
     """Returns the seconds of whole and of local operators, for so many devices.
 
     `seconds`: of the calls of the graph, by name. `shards`: None for halves of those that take
-    most, as any mesh may have them. What cannot be run by itself is left out.
+    most, as any mesh may have them. `alone`: gives the seconds of operators, `enough` of them for
+    each; None for one that cannot be run by itself, which is left out.
     """
     worth = _LIKELY if shards is None else _WORTH
     counts = (2,) if shards is None else shards
@@ -43,7 +41,7 @@ def time_local_operators(
         locals_ = [each for mesh in meshes(counts) for each in local_operators(operator, mesh)]
         if divided := dict.fromkeys(each for each in locals_ if each != operator):
             wanted |= {operator: None, **divided}
-    timed = time_alone(wanted, device, _SECONDS, touched_bytes(graph))
+    timed = alone(wanted, enough=_SECONDS)
     return tuple(
         TimedOperator(operator=operator, seconds=own)
         for operator in wanted

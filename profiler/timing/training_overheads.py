@@ -45,9 +45,9 @@ class UpdateCost:
 
 def updates(captured: Captured, device: torch.device) -> dict[str, UpdateCost]:
     """Returns the cost of each of `OPTIMIZERS`; empty for a model without trainable parameters."""
-    trainable = _trainable(captured)
-    timed, watch = _timed(trainable), stopwatch(device)
-    return {kind: _update(kind, timed, trainable, watch, device) for kind in OPTIMIZERS if timed}
+    learned = trainable(captured)
+    timed, watch = _timed(learned), stopwatch(device)
+    return {kind: _update(kind, timed, learned, watch, device) for kind in OPTIMIZERS if timed}
 
 
 def gradient_sum_rate(captured: Captured, device: torch.device) -> float | None:
@@ -56,7 +56,7 @@ def gradient_sum_rate(captured: Captured, device: torch.device) -> float | None:
 
     A gradient has just been computed; the sum was last used a whole minibatch before.
     """
-    timed, watch = _timed(_trainable(captured)).values(), stopwatch(device)
+    timed, watch = _timed(trainable(captured)).values(), stopwatch(device)
     if not timed:
         return None
     values = [torch.full_like(value, 1e-3, requires_grad=False) for value in timed]
@@ -75,7 +75,8 @@ def gradient_sum_rate(captured: Captured, device: torch.device) -> float | None:
     return _bytes(values) / statistics.median(seconds)
 
 
-def _trainable(captured: Captured) -> dict[str, Tensor]:
+def trainable(captured: Captured) -> dict[str, Tensor]:
+    """Returns the parameters that an optimizer would change, by name."""
     return {
         name: parameter
         for name, parameter in captured.module.named_parameters()
@@ -83,10 +84,10 @@ def _trainable(captured: Captured) -> dict[str, Tensor]:
     }
 
 
-def _timed(trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _timed(learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the first parameters, as many as are timed."""
     timed: dict[str, Tensor] = {}
-    for name, parameter in trainable.items():
+    for name, parameter in learned.items():
         if not timed or _bytes([*timed.values(), parameter]) <= _MOST_BYTES:
             timed[name] = parameter
     return timed
@@ -95,7 +96,7 @@ def _timed(trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _update(
     kind: str,
     timed: Mapping[str, Tensor],
-    trainable: Mapping[str, Tensor],
+    learned: Mapping[str, Tensor],
     watch: Stopwatch,
     device: torch.device,
 ) -> UpdateCost:
@@ -116,7 +117,7 @@ def _update(
         seconds.append(_seconds(optimizer, parameters, spare, watch))
     kept = [sum(v.nbytes for v in optimizer.state[p].values() if v.dim()) for p in parameters]
     each = sum(kept) / _bytes(parameters)
-    state = {name: round(each * value.nbytes) for name, value in trainable.items()}
+    state = {name: round(each * value.nbytes) for name, value in learned.items()}
     return UpdateCost(_bytes(parameters) / statistics.median(seconds), state)
 
 

@@ -33,7 +33,8 @@ from pipedream.optimizer.cost.models import MeasuredCost
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.profiler.measure import Measured, Settings, measure
+from pipedream.profiler.assembly import Measured, Settings
+from pipedream.profiler.measure import measure
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 

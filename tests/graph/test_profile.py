@@ -14,7 +14,8 @@ from pipedream.capture.sources.load import Loaded
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import read_profile, write_profile
-from pipedream.profiler.measure import Measured, Settings, measure
+from pipedream.profiler.assembly import Measured, Settings
+from pipedream.profiler.measure import measure
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 
 

@@ -22,7 +22,8 @@ from pipedream.graph.command import write_files
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import read_profile_of, write_profile
 from pipedream.optimizer.export.frameworks import export
-from pipedream.profiler.measure import Settings, measure
+from pipedream.profiler.assembly import Settings
+from pipedream.profiler.measure import measure
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.runtime.pipelining import split_policy
 

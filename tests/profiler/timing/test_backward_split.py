@@ -15,7 +15,8 @@ from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.programs.program import traced_program
 from pipedream.capture.segment import freeze_constants, segment
 from pipedream.capture.sources.load import Loaded, load
-from pipedream.profiler.measure import Settings, measure
+from pipedream.profiler.assembly import Settings
+from pipedream.profiler.measure import measure
 from pipedream.profiler.timing import backward_split
 from pipedream.profiler.timing.backward_split import BackwardSplit, backward_splits
 from pipedream.profiler.timing.stopping_rule import StoppingRule

@@ -100,7 +100,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[Operator]:
 def found(
     graph: OperatorGraph, seconds: Mapping[str, float], *shards: int
 ) -> dict[Operator, float]:
-    timed = time_local_operators(graph, seconds, shards, CPU)
+    timed = time_local_operators(graph, seconds, shards, partial(time_alone, device=CPU))
     assert len({each.operator for each in timed}) == len(timed)
     return {each.operator: each.seconds for each in timed}
 

@@ -11,7 +11,8 @@ from pipedream.capture.captured import flatten_inputs
 from pipedream.capture.export import capture
 from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.sources.load import load
-from pipedream.profiler.measure import Settings, measure
+from pipedream.profiler.assembly import Settings
+from pipedream.profiler.measure import measure
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 

@@ -26,7 +26,8 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.profile import read_profile_of, write_profile
 from pipedream.optimizer.export.frameworks import export
 from pipedream.optimizer.export.torch_order import TorchOrder, torch_order
-from pipedream.profiler.measure import Settings, measure
+from pipedream.profiler.assembly import Settings
+from pipedream.profiler.measure import measure
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.runtime.pipelining import split_policy
 from pipedream.schedule.orders.literature import loop, vee

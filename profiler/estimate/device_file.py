@@ -1,0 +1,99 @@
+"""Device files, `pipedream-device/1`: what a device does in a second, and where that is from."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Point = Annotated[tuple[float, ...], Field(min_length=2)]
+
+
+class MeasuredError(ArtifactModel):
+    """How far estimates were from measured profiles of models that the file was not fitted to."""
+
+    node: _Positive
+    """Median, relative, over the nodes, as they weigh."""
+    model: _Positive
+    """Median, relative, over whole passes."""
+    worst: _Positive
+    """The largest of these."""
+    models: tuple[str, ...]
+
+
+class DeviceFile(ArtifactModel):
+    """What a device does in a second. Efficiencies are parts of the roofline: of `peak` where an
+    operator computes, of `bandwidth` where it moves bytes.
+    """
+
+    format: Literal["pipedream-device/1"] = "pipedream-device/1"
+    name: str
+    """As it calls itself."""
+    device: Literal["cpu", "cuda"]
+    """The kind of torch's devices."""
+    sources: tuple[str, ...] = Field(min_length=1)
+    """Where its figures are from."""
+    memory: _Positive
+    """Bytes."""
+    bandwidth: _Positive
+    """Bytes of memory per second."""
+    peak: dict[str, _Positive] = Field(min_length=1)
+    """Flops per second by type."""
+    launch: _Positive
+    """Seconds that no operator is below."""
+    launch_backward: _Positive | None = None
+    """The same backwards; None for the same."""
+    efficiencies_of: str | None = None
+    """The device that has been measured in its place; None if it was itself."""
+    scale: dict[str, _Positive] = Field(default_factory=dict)
+    """By kind, `forward` and `backward`: what seconds in whole passes are to be multiplied by."""
+    updates: dict[str, _Positive] = Field(default_factory=dict)
+    """By optimizer: the part of `bandwidth` that its step gets."""
+    efficiency: dict[str, dict[str, tuple[_Point, ...]]] = Field(default_factory=dict)
+    """By kind of work and type: sizes, as binary logarithms, and the part of the roofline."""
+    error: MeasuredError | None = None
+    """None if it was not compared."""
+
+
+@lru_cache
+def read_device(name: str) -> DeviceFile:
+    """Reads a file of `devices/` by its name, or one at a path that ends in .yaml, with the
+    efficiencies of the device that stands in its place. Raises UserError.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = _shipped() / f"{name}.yaml"
+        if not path.is_file():
+            known = sorted(each.stem for each in _shipped().glob("*.yaml"))
+            likely = get_close_matches(name, known, n=1)
+            raise UserError(
+                f"--for {name}: there is no file of this device: name {' or '.join(likely)}"
+                if likely
+                else f"--for {name}: there is no file of this device: name one of"
+                f" {', '.join(known)}, or the path of a device file that ends in .yaml"
+            )
+    file = read_artifact(path, DeviceFile)
+    if file.efficiencies_of is None:
+        if not file.efficiency:
+            raise UserError(f"{path}: needs `efficiency`, or `efficiencies_of` another device")
+        return file
+    other = read_device(file.efficiencies_of)
+    return file.model_copy(
+        update={
+            "efficiency": other.efficiency,
+            "scale": other.scale,
+            "updates": other.updates,
+            "error": other.error,
+        }
+    )
+
+
+def _shipped() -> Path:
+    return Path(str(resources.files("pipedream.profiler.estimate") / "devices"))

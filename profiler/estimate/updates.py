@@ -1,0 +1,52 @@
+"""Steps of the optimizer and sums of gradients, which pass over memory as fast as it goes."""
+
+from __future__ import annotations
+
+import math
+
+from pipedream.capture.captured import Captured
+from pipedream.profiler.estimate.roofline import Roofline
+from pipedream.profiler.estimate.work import Work
+from pipedream.profiler.timing.training_overheads import UpdateCost, trainable
+
+_STATE = {"sgd": 0, "momentum": 1, "adam": 2}
+"""Tensors that an optimizer keeps for each parameter."""
+_BASE = 7
+"""Times that the bytes of a parameter pass: mean of its gradient 2, copy of the old version 2, step
+3; two more for each tensor of state."""
+_SUM = 3
+"""Of its gradient: two are read, one is written."""
+
+
+def updates(captured: Captured, roofline: Roofline) -> dict[str, UpdateCost]:
+    """Returns the cost of each optimizer, as `training_overheads.updates` measures it."""
+    learned = trainable(captured)
+    size = sum(value.nbytes for value in learned.values())
+    if not size:
+        return {}
+    return {
+        kind: UpdateCost(
+            size / _passing(roofline, traffic(kind) * size, kind),
+            {name: state * value.nbytes for name, value in learned.items()},
+        )
+        for kind, state in _STATE.items()
+    }
+
+
+def gradient_sum_rate(captured: Captured, roofline: Roofline) -> float | None:
+    """Returns the bytes of gradients per second that are added to earlier ones; None without."""
+    size = sum(value.nbytes for value in trainable(captured).values())
+    return size / _passing(roofline, traffic("sum") * size, "sum") if size else None
+
+
+def traffic(kind: str) -> int:
+    """Returns how many times the bytes of a parameter pass in a step of an optimizer."""
+    return _SUM if kind == "sum" else _BASE + 2 * _STATE[kind]
+
+
+def _passing(roofline: Roofline, moved: float, kind: str) -> float:
+    """Returns the seconds of passing over so many bytes."""
+    part = roofline.device.updates.get(kind)
+    if part is not None:
+        return moved / (roofline.device.bandwidth * part)
+    return roofline.of_work(Work("pass", "pass", "float32", 0.0, moved, (math.log2(moved),)))
