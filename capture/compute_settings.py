@@ -7,9 +7,13 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+
+_Tree = TypeVar("_Tree")
 
 CPU = torch.device("cpu")
 
@@ -68,6 +72,14 @@ def _autocast(lower: str | None, device: torch.device) -> torch.autocast:
     if lower is None:
         return torch.autocast(device.type, enabled=False)
     return torch.autocast(device.type, dtype=getattr(torch, lower))
+
+
+def placed(arguments: _Tree, device: torch.device) -> _Tree:
+    """Returns arguments of an operator with every device among them replaced, by position too:
+    `x.to(y.device)` is captured as one with the device of the capture.
+    """
+    mapped: _Tree = pytree.tree_map_only(torch.device, lambda _: device, arguments)
+    return mapped
 
 
 @contextmanager

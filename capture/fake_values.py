@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pipedream.capture.autograd_functions import autograd_nodes
-from pipedream.capture.compute_settings import Precision
+from pipedream.capture.compute_settings import Precision, placed
 
 
 def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
@@ -49,8 +49,8 @@ class _Gradients(fx.Interpreter):
         return torch.empty_like(fake, device=self.device).requires_grad_(fake.requires_grad)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        placed = {"device": self.device} if kwargs.get("device") is not None else {}
-        return super().call_function(target, args, {**kwargs, **placed})
+        args, kwargs = placed((args, kwargs), self.device)
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         try:

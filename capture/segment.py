@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.captured import Captured
+from pipedream.capture.compute_settings import placed
 from pipedream.capture.rewrites.writes import changes_something, targets
 
 
@@ -45,8 +46,7 @@ class Segment:
         for part in self.module.modules():
             if isinstance(part, fx.GraphModule):
                 for node in part.graph.nodes:
-                    if "device" in node.kwargs:
-                        node.update_kwarg("device", device)
+                    node.args, node.kwargs = placed((node.args, node.kwargs), device)
                 part.recompile()
         return self
 

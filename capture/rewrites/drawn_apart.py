@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from pipedream.capture.compute_settings import placed
 from pipedream.capture.rewrites.writes import is_draw
 
 _DROPOUT = torch.ops.aten.dropout.default
@@ -84,8 +85,8 @@ class OnlyDraw:
             return torch.empty_strided(*sizes, dtype=value.dtype, device=self.device)
 
         args, kwargs = fx.map_arg((self.args, dict(self.kwargs)), like)
-        where = {"device": self.device} if kwargs.get("device") is not None else {}
-        return self.operator(*args, **{**kwargs, **where})
+        args, kwargs = placed((args, kwargs), self.device)
+        return self.operator(*args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from plans import cut, make_plan
 from training import losses, run_jobs, weights
 
 from pipedream.capture.export import capture
+from pipedream.capture.sources.load import load_config
 from pipedream.graph.model import read_graph
 from pipedream.graph.placements.operators import read_operators
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
@@ -56,6 +57,30 @@ def test_ranks_that_share_a_gpu_train_as_they_do_on_cpus(case: str, tmp_path: Pa
         assert_learned_alike(job, other)
         ranks = json.loads((other.run / "summary.json").read_text())["ranks"]
         assert all(rank["peak_memory_bytes"] > 0 for rank in ranks)
+
+
+def test_a_llama_learns_on_a_gpu_what_it_learns_on_a_cpu(tmp_path: Path) -> None:
+    """Its code moves a buffer to the device of its inputs, which is another than that of capture."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = RunConfig(
+        format="pipedream-run/1",
+        model=Factory(
+            source="transformers:llama", args={"vocab_size": 64, "intermediate_size": 64, **sizes}
+        ),
+        data=DataFactory(source="small_models:tokens", args={"examples": 8}),
+        loss="small_models:mean_square",
+        optimizer=OptimizerConfig(name="SGD", args={"lr": 0.1}),
+        batch_size=2,
+        microbatches=2,
+        dtype="float64",
+    )
+    loaded = load_config(config, SUPPORT)
+    graph = capture(loaded.model, loaded.args, loaded.kwargs).graph
+    plan = make_plan(graph, cut(graph, 2), (1, 1), "flush")
+    job = Job(plan, config, SUPPORT, tmp_path / "run", schedule="flush", epochs=1)
+    (other,) = on_gpus([job])
+    run_jobs([job, other])
+    assert_learned_alike(job, other)
 
 
 def test_recorded_passes_learn_what_others_learn(tmp_path: Path) -> None:
