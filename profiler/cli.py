@@ -61,7 +61,7 @@ _GROUPS = {
     "Measuring": (
         option(
             "--for DEVICE asked_device",
-            "Estimate for a device that is not at hand, from flops and bytes of the operators: a100,"
+            "Estimate for a device that is not at hand, from flops and bytes of operators: a100,"
             " b200, cpu, h100, h200, l40s, mi300x, or a device file that ends in .yaml. The model"
             " gets no memory.  [default: measure here]",
         ),

@@ -69,9 +69,16 @@ def attribute(state: fx.Node) -> object:
 
 
 def is_draw(node: fx.Node) -> bool:
-    """Tells whether an operator draws random numbers."""
+    """Tells whether an operator draws random numbers. torch says so of the backward operators of
+    attention on GPUs, too; these only repeat what the forward one drew, from the state it left.
+    """
     drawing = torch.Tag.nondeterministic_seeded
-    return isinstance(node.target, torch._ops.OpOverload) and drawing in node.target.tags
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and drawing in target.tags
+        and not target._opname.endswith("_backward")
+    )
 
 
 def written_attributes(node: fx.Node) -> Iterator[str]:

@@ -88,9 +88,7 @@ def _saved(attributed: Attributed, values: _Values) -> Counter[str]:
     return saved
 
 
-def _kept(
-    attributed: Attributed, values: _Values, parts: Mapping[str, float]
-) -> Counter[str]:
+def _kept(attributed: Attributed, values: _Values, parts: Mapping[str, float]) -> Counter[str]:
     """A value of the forward pass is its maker's, a gradient its reader's. Each counts once."""
     kept: Counter[str] = Counter()
     calls = attributed.graph.calls

@@ -91,12 +91,9 @@ class Roofline:
         return (*work.sizes, *[0.0] * dimensions)[:dimensions]
 
 
-def _nearest(
-    sizes: NDArray[np.float64], logs: NDArray[np.float64], at: Sequence[float]
-) -> float:
+def _nearest(sizes: NDArray[np.float64], logs: NDArray[np.float64], at: Sequence[float]) -> float:
     """Returns the geometric mean of the nearest measurements, weighted by inverse distance."""
     distances = ((sizes - np.asarray(at)) ** 2).sum(axis=1)
     nearest = np.argsort(distances)[:_NEAREST]
     weights = 1.0 / (distances[nearest] + _NEAR)
     return float(np.exp((weights * logs[nearest]).sum() / weights.sum()))
-

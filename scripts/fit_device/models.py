@@ -29,12 +29,8 @@ def _llama(width: int, heads: int, kv: int, feed: int, layers: int, vocabulary: 
 
 
 GPU_FIT = {
-    "llama-8b": Case(
-        "transformers:llama", 1, _llama(4096, 32, 8, 14336, 2, 128256), _tokens(4096)
-    ),
-    "llama-70b": Case(
-        "transformers:llama", 1, _llama(8192, 64, 8, 28672, 1, 32000), _tokens(2048)
-    ),
+    "llama-8b": Case("transformers:llama", 1, _llama(4096, 32, 8, 14336, 2, 128256), _tokens(4096)),
+    "llama-70b": Case("transformers:llama", 1, _llama(8192, 64, 8, 28672, 1, 32000), _tokens(2048)),
     "llama-1b": Case("transformers:llama", 4, _llama(2048, 32, 8, 8192, 3, 32000), _tokens(1024)),
     "gpt2": Case("transformers:gpt2", 8, {"n_layer": 3}, _tokens(1024)),
     "gpt2-xl": Case(

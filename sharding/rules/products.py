@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from pipedream.graph.placements.operators import Operator
+from pipedream.graph.placements.operators import Operator, TensorType
 from pipedream.sharding.rules.indices import TermSum, broadcast, divisions
 from pipedream.sharding.rules.strategy import DivisionRule, Strategy
 
 CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+_DROPOUT_AT = {"flash": (3, 10), "efficient": (5, 9), "cudnn": (5, 13)}
+"""Kernels of GPUs: at which argument they have the probability of dropout, forward, backward."""
 
 
 def rules() -> dict[str, DivisionRule]:
@@ -24,6 +27,13 @@ def rules() -> dict[str, DivisionRule]:
         "aten.linear": DivisionRule(_linear),
         CPU_ATTENTION: DivisionRule(_attention),
         f"{CPU_ATTENTION}_backward": DivisionRule(_attention_backward),
+        **{
+            f"aten._scaled_dot_product_{name}_attention{end}": DivisionRule(
+                partial(_kernel_attention, dropout_at, bool(end))
+            )
+            for name, dropouts in _DROPOUT_AT.items()
+            for end, dropout_at in zip(("", "_backward"), dropouts, strict=True)
+        },
     }
 
 
@@ -69,6 +79,33 @@ def _attention_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
     inputs = [query, query, key, value, query, query[:3], *mask]
     terms = [range(len(inputs))]
     yield from divisions(inputs, [TermSum(each, terms) for each in (query, key, value)], [0])
+
+
+def _kernel_attention(
+    dropout_at: int, backward: bool, operator: Operator, devices: int
+) -> Iterator[Strategy]:
+    """Divides batch and heads of all tensors that have both. The state of random numbers, which
+    kernels hand from the forward to the backward pass, is whole everywhere, as are the numbers of
+    queries and keys.
+    """
+    if operator.argument(dropout_at, 0.0):
+        return
+    batch, heads = operator.inputs[int(backward)].shape[:2]
+
+    def letters(type_: TensorType | None) -> str:
+        if type_ is None or len(type_.shape) < 3:
+            return "" if type_ is None else "." * len(type_.shape)
+        first = "b" if type_.shape[0] == batch > 1 else "."
+        # Of keys and values there may be fewer heads, each for as many of those of queries.
+        second = "h" if type_.shape[1] > 1 or heads == 1 else "."
+        return first + second + "." * (len(type_.shape) - 2)
+
+    inputs = [letters(each) for each in operator.inputs]
+    every = [range(len(inputs))]
+    outputs = [
+        TermSum(own, every if len(own) > 2 else []) for own in map(letters, operator.outputs)
+    ]
+    yield from divisions(inputs, outputs)
 
 
 def _attention_letters(operator: Operator, first: int, causal_at: int) -> list[str]:

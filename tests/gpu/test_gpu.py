@@ -11,8 +11,10 @@ import pytest
 import small_models
 import torch
 from click.testing import CliRunner
+from divided import executed_by, wrong_strategies
 from job_cases import CASES, TYPES, assert_learned_alike, on_gpus, ordered, straight
 from plans import cut, make_plan
+from torch.nn.functional import scaled_dot_product_attention
 from training import losses, run_jobs, weights
 
 from pipedream.capture.export import capture
@@ -25,6 +27,7 @@ from pipedream.runtime.engine.action_times import ActionTimes
 from pipedream.runtime.run.job import Job
 from pipedream.runtime.supervise.device_progress import DeviceProgress
 from pipedream.schedule.action import Action, Kind, parse_action
+from pipedream.sharding.rules import strategies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +84,44 @@ def test_a_llama_learns_on_a_gpu_what_it_learns_on_a_cpu(tmp_path: Path) -> None
     (other,) = on_gpus([job])
     run_jobs([job, other])
     assert_learned_alike(job, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_of_gpus_can_be_divided_by_batch_and_heads(
+    dtype: torch.dtype, heads: int
+) -> None:
+    """Whichever kernels torch takes, and their backward passes; `heads` of keys and values."""
+    torch.manual_seed(0)
+
+    def attend() -> None:
+        sizes = ((4, 4, 64, 32), (4, heads, 64, 32), (4, heads, 64, 32))
+        inputs = [torch.randn(s, dtype=dtype, device="cuda", requires_grad=True) for s in sizes]
+        scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=heads < 4).sum().backward()
+
+    cases = [each for each in executed_by(attend) if "attention" in each.operator.family]
+    assert len(cases) == 2
+    for case in cases:
+        close = 1e-4 if dtype == torch.float32 else 2e-2
+        assert [why for _, why in wrong_strategies(case, devices=2, close=close)] == []
+        placed = {str(each.inputs[1]) for each in strategies(case.operator, 2)}
+        assert {"S(0)", "S(1)"} <= placed, (case.operator.family, placed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_backward_passes_with_attention_divide_on_a_gpu(dtype: str, tmp_path: Path) -> None:
+    """torch says of its backward operators there that they draw; so they were refused."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 64, "vocab_size": 64}
+    arguments = [f"--arg={name}={size}" for name, size in sizes.items()]
+    command = ["transformers:llama", "--input", "16:int64:64", "--batch-size", "2", *arguments]
+    result = CliRunner().invoke(
+        pd_profile,
+        [*command, "--dtype", dtype, "--device", "cuda", "--repeats", "2", "-o", str(tmp_path)],
+    )
+    assert result.exit_code == 0, result.output
+    calls = read_operators(tmp_path / "operators.json").graph.calls
+    assert sum("attention" in call.operator.family for call in calls) == 2
 
 
 def test_recorded_passes_learn_what_others_learn(tmp_path: Path) -> None:

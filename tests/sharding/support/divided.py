@@ -63,16 +63,21 @@ def executed_in(traced: Traced) -> list[Executed]:
 
 
 def wrong_strategies(
-    case: Executed, devices: int, chunks: tuple[int, ...] = (2, 3), rule: DivisionRule | None = None
+    case: Executed,
+    devices: int,
+    chunks: tuple[int, ...] = (2, 3),
+    rule: DivisionRule | None = None,
+    close: float | None = None,
 ) -> Iterator[tuple[Strategy, str]]:
     """The strategies that do not compute what the operator does, and why.
 
-    By the rule of the table, if no other is given.
+    By the rule of the table, if no other is given. `close`: the relative difference that is
+    rounding, of the type of the inputs if none is given.
     """
     expected = _run(case.operator, case.inputs)
     with patch.dict(RULES, {} if rule is None else {case.operator.family: rule}):
         for strategy in strategies.__wrapped__(case.operator, devices, chunks):
-            why = _difference(case, strategy, devices, expected)
+            why = _difference(case, strategy, devices, expected, close)
             if why:
                 yield strategy, why
 
@@ -145,6 +150,7 @@ def _difference(
     strategy: Strategy,
     devices: int,
     expected: Sequence[Tensor | None],
+    close: float | None,
 ) -> str:
     operator = case.operator
     by_device = [
@@ -165,7 +171,8 @@ def _difference(
         outputs = results[index][: len(operator.outputs)]
         if _shapes(local.outputs) != [None if x is None else x.shape for x in outputs]:
             return f"device {index} has {[None if x is None else x.shape for x in outputs]}"
-    close = 1e-6 if any(each.dtype == "float32" for each in operator.inputs) else 1e-12
+    if close is None:
+        close = 1e-6 if any(each.dtype == "float32" for each in operator.inputs) else 1e-12
     placements = [*strategy.outputs, *(strategy.inputs[number] for number in operator.writes)]
     for number, (whole, placement) in enumerate(zip(expected, placements, strict=True)):
         if whole is not None and not operator.family.startswith(DRAWS):
