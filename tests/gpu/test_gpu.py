@@ -21,6 +21,7 @@ from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config
 from pipedream.graph.model import read_graph
 from pipedream.graph.placements.operators import read_operators
+from pipedream.graph.placements.placement import Shard
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.profiler.cli import main as pd_profile
 from pipedream.runtime.engine.action_times import ActionTimes
@@ -104,8 +105,8 @@ def test_attention_of_gpus_can_be_divided_by_batch_and_heads(
     for case in cases:
         close = 1e-4 if dtype == torch.float32 else 2e-2
         assert [why for _, why in wrong_strategies(case, devices=2, close=close)] == []
-        placed = {str(each.inputs[1]) for each in strategies(case.operator, 2)}
-        assert {"S(0)", "S(1)"} <= placed, (case.operator.family, placed)
+        placed = {each.inputs[1] for each in strategies(case.operator, 2)}
+        assert {Shard(0), Shard(1)} <= placed, (case.operator.family, placed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
