@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from pipedream.command_line import checked
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_seconds
-from pipedream.profiler.cli import write_files
 from pipedream.profiler.assembly import Measured
+from pipedream.profiler.cli import write_files
 
 if TYPE_CHECKING:
     import pandas as pd

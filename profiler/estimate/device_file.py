@@ -48,12 +48,14 @@ class DeviceFile(ArtifactModel):
     """Flops per second by type."""
     launch: _Positive
     """Seconds that no operator is below."""
-    launch_backward: _Positive | None = None
-    """The same backwards; None for the same."""
+    host: dict[str, _Positive] = Field(default_factory=dict)
+    """By kind of work: seconds that the host takes to hand an operator over,
+    where the device computes meanwhile; `usual` for other kinds. Empty where it does not.
+    """
+    host_backward: dict[str, _Positive] = Field(default_factory=dict)
+    """The same backwards."""
     efficiencies_of: str | None = None
     """The device that has been measured in its place; None if it was itself."""
-    scale: dict[str, _Positive] = Field(default_factory=dict)
-    """By kind, `forward` and `backward`: what seconds in whole passes are to be multiplied by."""
     updates: dict[str, _Positive] = Field(default_factory=dict)
     """By optimizer: the part of `bandwidth` that its step gets."""
     efficiency: dict[str, dict[str, tuple[_Point, ...]]] = Field(default_factory=dict)
@@ -88,7 +90,8 @@ def read_device(name: str) -> DeviceFile:
     return file.model_copy(
         update={
             "efficiency": other.efficiency,
-            "scale": other.scale,
+            "host": other.host,
+            "host_backward": other.host_backward,
             "updates": other.updates,
             "error": other.error,
         }

@@ -9,7 +9,6 @@ from pipedream.capture.captured import Captured, flatten_inputs
 from pipedream.capture.compute_settings import CPU, Precision
 from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.grouping import undivided
-from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.sources.load import Loaded
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.operators import Operator
@@ -62,7 +61,8 @@ def estimate(
         ) from error
     progress("estimating")
     roofline, attributed = Roofline(device), traced.attributed
-    calls, parts = call_seconds(attributed, roofline), weight_parts(attributed)
+    calls = call_seconds(attributed.graph, attributed.backward, roofline)
+    parts = weight_parts(attributed)
     nodes = node_seconds(attributed, calls, parts)
     memory = memory_of(attributed, captured.inputs, captured.graph.order, parts)
     times = _times(captured, nodes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,15 @@ from typing import NamedTuple
 from pipedream.graph.placements.operators import OperatorProfile, read_operators
 from pipedream.graph.profile import Profile, read_profile
 from pipedream.profiler.estimate.device_file import DeviceFile, MeasuredError
+from pipedream.profiler.estimate.node_times import call_seconds
 from pipedream.profiler.estimate.roofline import Roofline
 from pipedream.profiler.estimate.updates import traffic
 from pipedream.profiler.estimate.work import Work, work_of
 
 _CELL = 2
 """Measurements within 1 / so much of an octave in all sizes are one point."""
+_WAITING = 5.0
+"""A device whose passes take more than so many times their roofline waits for its host."""
 _QUICKEST = 0.05
 """The quantile of operators' seconds that none is taken to be below."""
 
@@ -73,18 +76,20 @@ def fit(blank: DeviceFile, models: Sequence[MeasuredModel]) -> DeviceFile:
     """Returns `blank`, which has the peaks, with launch times, efficiencies and rates of updates as
     in the profiles of `models`.
     """
-    operators = [each for model in models for each in model.worked()]
-    forward, backward = (
-        [each.seconds for each in operators if each.backward is way] for way in (False, True)
-    )
+    roofline = Roofline(blank)
+    waits = {model.name: blank.device != "cpu" and _waits(roofline, model) for model in models}
+    busy = [each for model in models if not waits[model.name] for each in model.worked()]
+    idle = [each for model in models if waits[model.name] for each in model.worked()]
     fitted = blank.model_copy(
         update={
-            "launch": _rounded(_quantile(forward, _QUICKEST)),
-            "launch_backward": _rounded(_quantile(backward, _QUICKEST)),
+            "launch": _rounded(_quantile([each.seconds for each in busy], _QUICKEST)),
+            "host": _host(each for each in idle if not each.backward),
+            "host_backward": _host(each for each in idle if each.backward),
             "updates": _updates(blank, models),
+            "efficiency": _efficiencies(roofline, busy),
         }
     )
-    return fitted.model_copy(update={"efficiency": _efficiencies(Roofline(fitted), operators)})
+    return fitted
 
 
 def compare(device: DeviceFile, models: Sequence[MeasuredModel]) -> dict[str, tuple[float, float]]:
@@ -111,10 +116,10 @@ def with_error(device: DeviceFile, errors: Mapping[str, tuple[float, float]]) ->
 def _errors(roofline: Roofline, model: MeasuredModel) -> tuple[float, float]:
     estimated: dict[str, float] = defaultdict(float)
     measured: dict[str, float] = defaultdict(float)
+    own = call_seconds(model.operators.graph, model.backward, roofline)
     for call in model.operators.graph.calls:
         node = model.operators.nodes[call.name]
-        backward = call.name in model.backward
-        estimated[node] += roofline.seconds(call.operator, backward)
+        estimated[node] += own[call.name]
         measured[node] += model.operators.seconds[call.name]
     whole = sum(estimated.values()) / sum(measured.values()) - 1.0
     errors = sorted(
@@ -152,6 +157,25 @@ def _efficiencies(
         kind: {dtype: tuple(points) for dtype, points in by_dtype.items()}
         for kind, by_dtype in table.items()
     }
+
+
+def _waits(roofline: Roofline, model: MeasuredModel) -> bool:
+    """Tells whether the device waits for the host in the passes of a model."""
+    operators = list(model.worked())
+    measured = sum(each.seconds for each in operators)
+    return measured > _WAITING * sum(roofline.bound(each.work) for each in operators)
+
+
+def _host(operators: Iterable[MeasuredOperator]) -> dict[str, float]:
+    """Returns what the host takes to hand over operators of each kind; nothing without any."""
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for each in operators:
+        kinds[each.work.kind].append(each.seconds)
+    if not kinds:
+        return {}
+    every = [seconds for own in kinds.values() for seconds in own]
+    medians = {kind: _rounded(statistics.median(own)) for kind, own in sorted(kinds.items())}
+    return {"usual": _rounded(statistics.median(every)), **medians}
 
 
 def _updates(blank: DeviceFile, models: Sequence[MeasuredModel]) -> dict[str, float]:

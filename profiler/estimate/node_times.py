@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from pipedream.capture.programs.attribution import Attributed
-from pipedream.graph.placements.operators import OperatorCall
+from pipedream.graph.placements.operators import OperatorCall, OperatorGraph
 from pipedream.profiler.estimate.roofline import Roofline
 
 
@@ -23,15 +23,15 @@ class NodeSeconds(NamedTuple):
     weight: float
 
 
-def call_seconds(attributed: Attributed, roofline: Roofline) -> dict[str, float]:
-    """Returns the seconds of each call by name."""
-    known: dict[tuple[int, bool], float] = {}
-    seconds = {}
-    for call in attributed.graph.calls:
-        key = (id(call.operator), call.name in attributed.backward)
-        if key not in known:
-            known[key] = roofline.seconds(call.operator, key[1])
-        seconds[call.name] = known[key]
+def call_seconds(
+    graph: OperatorGraph, backward: Set[str], roofline: Roofline
+) -> dict[str, float]:
+    """Returns the seconds of each call by name; `backward`: those of the backward pass."""
+    seconds: dict[str, float] = {}
+    for way in (False, True):
+        calls = [call for call in graph.calls if (call.name in backward) is way]
+        taken = roofline.in_passes([call.operator for call in calls], way)
+        seconds |= {call.name: own for call, own in zip(calls, taken, strict=True)}
     return seconds
 
 

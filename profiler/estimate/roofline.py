@@ -5,7 +5,7 @@ it that work like this was measured to reach.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -30,13 +30,30 @@ class Roofline:
         self.device = device
         self.known: dict[Operator, float] = {}
 
-    def seconds(self, operator: Operator, backward: bool = False) -> float:
-        """Returns the seconds of an operator in the forward or the backward pass."""
+    def seconds(self, operator: Operator) -> float:
+        """Returns the seconds that the device takes for an operator."""
         if operator not in self.known:
             work = work_of(operator)
-            self.known[operator] = 0.0 if work is None else self.of_work(work)
-        own = self.known[operator]
-        return max(own * self.scale(backward), self.launch(backward)) if own else 0.0
+            self.known[operator] = (
+                0.0 if work is None else max(self.of_work(work), self.device.launch)
+            )
+        return self.known[operator]
+
+    def in_passes(self, operators: Sequence[Operator], backward: bool) -> list[float]:
+        """Returns the seconds of the operators of passes in one direction: what the device takes,
+        or if it waits for the host, what that takes to hand them over.
+        """
+        of_device = [self.seconds(each) for each in operators]
+        table = self.device.host_backward if backward else self.device.host
+        if not table:
+            return of_device
+        of_host = [self._handing_over(each, table) for each in operators]
+        return max(of_device, of_host, key=sum)
+
+    @staticmethod
+    def _handing_over(operator: Operator, table: Mapping[str, float]) -> float:
+        work = work_of(operator)
+        return 0.0 if work is None else table.get(work.kind, table["usual"])
 
     def of_work(self, work: Work) -> float:
         """seconds = max(flops / peak, bytes / bandwidth) / efficiency"""
@@ -57,13 +74,6 @@ class Roofline:
             sizes, logs = by_dtype.get(work.dtype) or next(iter(by_dtype.values()))
             return _nearest(sizes, logs, self._comparable(work, sizes.shape[1]))
         return _USUAL
-
-    def launch(self, backward: bool) -> float:
-        own = self.device.launch
-        return (self.device.launch_backward or own) if backward else own
-
-    def scale(self, backward: bool) -> float:
-        return self.device.scale.get("backward" if backward else "forward", 1.0)
 
     @cached_property
     def _measured(self) -> dict[str, dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]]:

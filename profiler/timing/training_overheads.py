@@ -69,6 +69,7 @@ def gradient_sum_rate(captured: Captured, device: torch.device) -> float | None:
         for whole, gradient, value in zip(sums, computed, values, strict=True):
             gradient.copy_(value)
             watch.clear()
+            watch.lead()
             start = watch.mark()
             whole.add_(gradient)
             seconds[-1] += watch.seconds(start, watch.mark())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
 class Case(NamedTuple):
     source: str
     batch_size: int
-    args: dict[str, Any] = {}
+    args: Mapping[str, Any] = MappingProxyType({})
     inputs: tuple[str, ...] = ()
 
 

@@ -9,7 +9,6 @@ from pipedream.capture.export import capture
 from pipedream.capture.segment import segment
 
 
-
 def test_devices_among_the_arguments_of_operators_are_those_of_the_stage() -> None:
     """`x.to(y.device)` has the device by position. A Llama of transformers has one, and could not
     be captured for a GPU, nor run on one.

@@ -64,7 +64,7 @@ def test_ranks_that_share_a_gpu_train_as_they_do_on_cpus(case: str, tmp_path: Pa
 
 
 def test_a_llama_learns_on_a_gpu_what_it_learns_on_a_cpu(tmp_path: Path) -> None:
-    """Its code moves a buffer to the device of its inputs, which is another than that of capture."""
+    """Its code moves a buffer to the device of its inputs, not the one of the capture."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = RunConfig(
         format="pipedream-run/1",
@@ -92,7 +92,9 @@ def test_a_llama_learns_on_a_gpu_what_it_learns_on_a_cpu(tmp_path: Path) -> None
 def test_attention_of_gpus_can_be_divided_by_batch_and_heads(
     dtype: torch.dtype, heads: int
 ) -> None:
-    """Whichever kernels torch takes, and their backward passes; `heads` of keys and values."""
+    """Whichever kernels torch takes, and their backward passes; `heads` of keys and values. In
+    float32 there is none that takes fewer of these.
+    """
     torch.manual_seed(0)
 
     def attend() -> None:
@@ -101,7 +103,7 @@ def test_attention_of_gpus_can_be_divided_by_batch_and_heads(
         scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=heads < 4).sum().backward()
 
     cases = [each for each in executed_by(attend) if "attention" in each.operator.family]
-    assert len(cases) == 2
+    assert len(cases) == (0 if dtype == torch.float32 and heads < 4 else 2)
     for case in cases:
         close = 1e-4 if dtype == torch.float32 else 2e-2
         assert [why for _, why in wrong_strategies(case, devices=2, close=close)] == []

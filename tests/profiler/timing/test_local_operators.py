@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from pipedream.profiler.timing.local_operators import (
     meshes,
     time_local_operators,
 )
+from pipedream.profiler.timing.operator_times import time_alone
 
 CPU = torch.device("cpu")
 

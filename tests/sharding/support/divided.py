@@ -175,7 +175,9 @@ def _difference(
         close = 1e-6 if any(each.dtype == "float32" for each in operator.inputs) else 1e-12
     placements = [*strategy.outputs, *(strategy.inputs[number] for number in operator.writes)]
     for number, (whole, placement) in enumerate(zip(expected, placements, strict=True)):
-        if whole is not None and not operator.family.startswith(DRAWS):
+        is_state = whole is not None and not whole.dim() and "attention" in operator.family
+        # Of random numbers: a kernel hands on where these would be, though none are drawn.
+        if whole is not None and not is_state and not operator.family.startswith(DRAWS):
             parts = [result[number] for result in results]
             if not _agree(parts, whole, placement, close):
                 return f"output {number} differs"
