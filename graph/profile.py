@@ -243,6 +243,18 @@ class Estimated(ArtifactModel):
     by less; None if that was not compared."""
     worst: _NonNegative | None
     """The same of the model that it was worst for."""
+    peak: _Positive
+    """Flops per second that the device cannot exceed, in the type of most of the products."""
+
+    @property
+    def words(self) -> str:
+        """Names the device, and says how far such estimates have been from measurements."""
+        if self.error is None or self.worst is None:
+            return f"{self.device}; how far off that is was not measured"
+        return (
+            f"{self.device}; for other models half of such estimates were within {self.error:.0%},"
+            f" the worst {self.worst:.0%} off"
+        )
 
 
 class Totals(ArtifactModel):
@@ -295,6 +307,9 @@ class Profile(ArtifactModel):
     """Bytes of gradients that are added to those of earlier minibatches of a round."""
     pass_seconds: tuple[_Positive, ...] = ()
     """What each repeat of a pass of the whole model took, forward and backward, in order."""
+    flops: _NonNegative | None = None
+    """Of products, convolutions and attention in a forward and a backward pass; None without
+    operators.json."""
     reading_seconds: _NonNegative | None = None
     """What reading a minibatch takes from the passes; None without data, and on a GPU 0."""
     shared: dict[str, SharedParameter] | None = None
@@ -320,6 +335,16 @@ class Profile(ArtifactModel):
         """Tells whether it was measured with this graph."""
         same = self.graph_fingerprint == graph.fingerprint
         return same and self.node.keys() == graph.nodes.keys()
+
+    @property
+    def tokens(self) -> int | None:
+        """Returns the tokens of an example, if the model reads whole numbers [examples, tokens]."""
+        read = next(
+            (node.outputs[0] for node in self.nodes if node.is_input and node.outputs), None
+        )
+        if read is None or len(read.shape) != 2 or not read.dtype.startswith("int"):
+            return None
+        return read.shape[1]
 
     @property
     def modules(self) -> Mapping[str, str]:

@@ -65,3 +65,11 @@ def show_seconds(seconds: float) -> str:
         if abs(seconds) * factor < 999.5:
             return f"{seconds * factor:.4g} {unit}"
     return f"{seconds:.4g} s"
+
+
+def show_amount(amount: float) -> str:
+    """Writes `1234567.0` as `1.23 million`."""
+    for factor, unit in ((1e12, " trillion"), (1e9, " billion"), (1e6, " million")):
+        if amount >= factor:
+            return f"{amount / factor:.3g}{unit}"
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"

@@ -22,7 +22,7 @@ from pipedream.capture.sources.load import Loaded
 from pipedream.comm.device.memory import free_memory
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
-from pipedream.graph.placements.operators import OperatorProfile
+from pipedream.graph.placements.operators import OperatorProfile, flops_of
 from pipedream.graph.profile import Footprint
 from pipedream.graph.run_config import AUTO, BY_GROUPS, INDUCTOR
 from pipedream.profiler.assembly import (
@@ -101,6 +101,7 @@ def measure(
     if isinstance(found, CannotDivide):
         profile = profile.model_copy(update={"no_operators": str(found)})
         return Measured(graph, profile, None, undivided(captured))
+    profile = profile.model_copy(update={"flops": flops_of(found.graph)})
     return Measured(graph, profile, found, undivided(captured))
 
 

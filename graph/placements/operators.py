@@ -232,6 +232,11 @@ def estimated_seconds(graph: OperatorGraph, flops_per_second: float | None) -> d
     return {name: count / flops_per_second for name, count in counts.items() if count}
 
 
+def flops_of(graph: OperatorGraph) -> float:
+    """Returns the `flops` of all calls."""
+    return sum(flops(call.operator) for call in graph.calls)
+
+
 class TimedOperator(ArtifactModel):
     """An operator and what it takes by itself on one device."""
 

@@ -45,8 +45,9 @@ GROUPS = {
     "Cluster": (
         option(
             "--cluster FILE",
-            "Cluster file: levels, measured links, types of device. Or auto: the workers of this"
-            " machine, with the network between them measured first. Instead of --machines,"
+            "Cluster file: levels, measured links, types of device. Or so many machines of a kind:"
+            " dgx-a100:4, dgx-h100:4, dgx-h200:4, dgx-b200:4, l40s:4, mi300x:4. Or auto: the workers"
+            " of this machine, with the network between them measured first. Instead of --machines,"
             " --bandwidth and --latency.  [default: none]",
         ),
         option(
@@ -169,8 +170,8 @@ GROUPS = {
         ),
         option(
             "--global-batch N",
-            "If GRAPH is a folder: examples per update; tries each batch size that divides N, with"
-            " N / size microbatches.  [default: --microbatches of each size]",
+            "Examples per update, in N / batch size microbatches. If GRAPH is a folder, each batch"
+            " size in it that divides N is tried.  [default: --microbatches of each size]",
         ),
         option("--memory BYTES", "Bytes of each device, such as 16GB.  [default: unlimited]"),
         option(

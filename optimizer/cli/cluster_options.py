@@ -16,6 +16,7 @@ from pipedream.optimizer.cli.inputs import any_profile, graph_of
 from pipedream.optimizer.cli.like import remaining
 from pipedream.optimizer.cli.measure_here import cluster_here, workers_here
 from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.cli.presets import preset
 
 AUTO = Path("auto")
 """Typed in place of a cluster file: this machine."""
@@ -51,7 +52,8 @@ def cluster_of(options: Options) -> Cluster:
         cluster = _measured_here(options)
     elif file is not None:
         _only("--cluster", file, short)
-        cluster = read_cluster(file)
+        named_machines = None if file.exists() else preset(str(file))
+        cluster = read_cluster(file) if named_machines is None else named_machines
     elif machines is None or bandwidth is None:
         missing = "--machines" if machines is None else "--bandwidth"
         raise UserError(

@@ -18,7 +18,7 @@ from pipedream.optimizer.cli.like import recorded_options
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cli.task import (
     Task,
-    check_global_batch,
+    with_global_batch,
     make_task,
     parse_mesh,
     with_fitting_mesh,
@@ -86,9 +86,9 @@ class Planning:
 
 def plan(options: Options) -> Planning:
     """Plans what the options ask for. Raises UserError for wrong ones, and if there is no plan."""
-    check_global_batch(options)
     if isinstance(options.graph, Path) and (options.graph / "graph.txt").exists():
         options = replace(options, graph=options.graph / "graph.txt")
+    options = with_global_batch(options)
     if isinstance(options.graph, Path) and options.graph.is_dir():
         return _plan_by_size(options, options.graph)
     fitting = with_fitting_mesh(options)

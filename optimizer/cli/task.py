@@ -18,7 +18,13 @@ from pipedream.optimizer.calibrate.runs import CalibrationRun
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.cli.calibration import Calibration
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
-from pipedream.optimizer.cli.inputs import graph_of, has_profile, operators_of, profile_of
+from pipedream.optimizer.cli.inputs import (
+    any_profile,
+    graph_of,
+    has_profile,
+    operators_of,
+    profile_of,
+)
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.compare.comparison import with_whole_model
 from pipedream.optimizer.compare.sweep import check_sweep, parse_range
@@ -429,20 +435,37 @@ def _in_rounds(options: Options) -> bool:
     return in_rounds
 
 
-def check_global_batch(options: Options) -> None:
-    """Raises UserError if --global-batch was typed and nothing uses it."""
-    if options.global_batch is None:
-        return
-    if not (isinstance(options.graph, Path) and options.graph.is_dir()):
-        raise UserError(
-            f"--global-batch: {options.graph_path} has one batch size: name a folder of pd-profile"
-            " --batch-sizes, or give --microbatches"
-        )
+def with_global_batch(options: Options) -> Options:
+    """Returns the options with as many microbatches as --global-batch has of the profile's batch
+    size. Raises UserError if nothing uses it, or it cannot be divided so.
+    """
+    whole = options.global_batch
+    if whole is None:
+        return options
     if options.objective != "latency" and not _in_rounds(replace(options, microbatches=None)):
         raise UserError(
             f"--global-batch: {options.schedule or 'weight-stashing'} updates after every"
             " minibatch: add --schedule flush, gpipe or 2bw, or --objective latency"
         )
+    if isinstance(options.graph, Path) and options.graph.is_dir():
+        return options
+    if "microbatches" in options.typed:
+        raise UserError(
+            "--global-batch and --microbatches both set the examples per update: give one of them"
+        )
+    profile = any_profile(options)
+    if profile is None:
+        raise UserError(
+            f"--global-batch: without {options.profile_path} the batch size of"
+            f" {options.graph_path} is not known: give --microbatches"
+        )
+    count, rest = divmod(whole, profile.batch_size)
+    if rest:
+        raise UserError(
+            f"--global-batch {whole}: is not a multiple of {profile.batch_size}, the batch size of"
+            f" {options.profile_path}"
+        )
+    return replace(options, microbatches=count)
 
 
 def _latency(options: Options) -> Latency | None:

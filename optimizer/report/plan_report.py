@@ -17,6 +17,7 @@ from pipedream.graph.profile import Machine, Profile
 from pipedream.graph.tables import end_of, make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost.models import DEFAULT_COST_MODEL
+from pipedream.optimizer.report.answer import answer_rows
 from pipedream.optimizer.report.tables import (
     make_grid,
     make_table,
@@ -43,7 +44,7 @@ def print_report(
     `profile`: the graph's, if that is known.
     """
     console = console or make_console()
-    console.print(_times(outcome))
+    console.print(_times(outcome, profile))
     modules = {} if profile is None else profile.modules
     print_table(console, _stage_table(outcome, graph, modules, console.width < _NARROW))
     print_table(console, _memory_table(outcome))
@@ -52,6 +53,10 @@ def print_report(
     if outcome.schedules:
         print_table(console, _schedule_table(outcome))
     machine = None if profile is None else profile.machine
+    estimated = None if profile is None else profile.estimated
+    if estimated is not None:
+        line = f"Estimated, not measured: {estimated.words}."
+        console.print(line, markup=False, soft_wrap=not console.is_terminal)
     for remark in (*outcome.notes, *_assumptions(outcome, machine), _remark(outcome)):
         console.print(remark, markup=False, soft_wrap=not console.is_terminal)
 
@@ -145,7 +150,7 @@ def _name(node: Node, module: str) -> str:
     return module or f"{node.id} {layer}"[:_WIDEST_NAME].rstrip()
 
 
-def _times(outcome: Outcome) -> Table:
+def _times(outcome: Outcome, profile: Profile | None) -> Table:
     """Makes a table of the time to be expected, and what it is compared with and made of."""
     predicted = outcome.plan.predicted
     seconds = predicted.seconds_per_minibatch
@@ -167,6 +172,9 @@ def _times(outcome: Outcome) -> Table:
             remark += f"; the slowest stage waits {waiting:.0%} of it"
         table.add_row("per batch", show_seconds(per_batch), remark)
         seconds, formula = per_batch / batch, predicted.latency_seconds / batch
+    if profile is not None:
+        for row in answer_rows(outcome.plan, profile, seconds):
+            table.add_row(*row)
     rows = (
         ("data parallelism", predicted.data_parallel_seconds),
         ("one worker", predicted.one_worker_seconds),

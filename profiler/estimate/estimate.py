@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -11,7 +12,7 @@ from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.grouping import undivided
 from pipedream.capture.sources.load import Loaded
 from pipedream.graph.errors import UserError
-from pipedream.graph.placements.operators import Operator
+from pipedream.graph.placements.operators import Operator, OperatorGraph, flops_of
 from pipedream.graph.profile import Estimated, Machine, Quartiles
 from pipedream.profiler.assembly import (
     Measured,
@@ -31,6 +32,7 @@ from pipedream.profiler.estimate.node_times import (
 )
 from pipedream.profiler.estimate.roofline import Roofline
 from pipedream.profiler.estimate.updates import gradient_sum_rate, updates
+from pipedream.profiler.estimate.work import work_of
 from pipedream.profiler.measure import ending_of
 from pipedream.profiler.operators import in_one_line, trace
 from pipedream.profiler.timing.backward_split import BackwardSplit
@@ -64,7 +66,8 @@ def estimate(
     calls = call_seconds(attributed.graph, attributed.backward, roofline)
     parts = weight_parts(attributed)
     nodes = node_seconds(attributed, calls, parts)
-    memory = memory_of(attributed, captured.inputs, captured.graph.order, parts)
+    read = [captured.values[name].node for name in captured.inputs]
+    memory = memory_of(attributed, read, captured.graph.order, parts)
     times = _times(captured, nodes)
     graph = timed_graph(captured, times)
     measured = Measurements(
@@ -75,7 +78,7 @@ def estimate(
         _splits(captured, nodes, memory.kept),
         updates(captured, roofline),
         gradient_sum_rate(captured, roofline),
-        estimated=_estimated(device),
+        estimated=_estimated(device, attributed.graph),
     )
     local_seconds = time_local_operators(
         attributed.graph, calls, settings.shards, partial(_alone, roofline)
@@ -84,6 +87,7 @@ def estimate(
         settings.batch_size, captured.graph.fingerprint, calls, local_seconds
     )
     profile = profile_of(measured, graph, settings)
+    profile = profile.model_copy(update={"flops": flops_of(attributed.graph)})
     return Measured(graph, profile, operators, undivided(captured))
 
 
@@ -103,7 +107,7 @@ def _splits(
     def split(name: str) -> BackwardSplit:
         own = nodes.get(name)
         if own is None or not own.backward:
-            return BackwardSplit(1.0, 0)
+            return BackwardSplit(1.0, kept[name])
         return BackwardSplit(1.0 - own.weight / own.backward, kept[name])
 
     return {name: split(name) for name in captured.graph.nodes}
@@ -114,12 +118,19 @@ def _machine(settings: Settings, device: DeviceFile) -> Machine:
     return machine.model_copy(update={"device": device.device, "device_name": device.name})
 
 
-def _estimated(device: DeviceFile) -> Estimated:
+def _estimated(device: DeviceFile, graph: OperatorGraph) -> Estimated:
+    counts: dict[str, float] = defaultdict(float)
+    for call in graph.calls:
+        work = work_of(call.operator)
+        if work is not None:
+            counts[work.dtype] += work.flops
+    peak = device.peak.get(max(counts, key=lambda dtype: counts[dtype])) if counts else None
     error = device.error
     return Estimated(
         device=device.name,
         error=None if error is None else error.model,
         worst=None if error is None else error.worst,
+        peak=peak or max(device.peak.values()),
     )
 
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from pipedream.graph.errors import UserError
 from pipedream.graph.placements.operators import OperatorProfile, read_operators
 from pipedream.graph.profile import Profile, read_profile
 from pipedream.profiler.estimate.device_file import DeviceFile, MeasuredError
@@ -74,13 +75,18 @@ class MeasuredModel:
 
 def fit(blank: DeviceFile, models: Sequence[MeasuredModel]) -> DeviceFile:
     """Returns `blank`, which has the peaks, with launch times, efficiencies and rates of updates as
-    in the profiles of `models`.
+    in the profiles of `models`. Raises UserError if the device waits for its host in all of them.
     """
     roofline = Roofline(blank)
     waits = {model.name: blank.device != "cpu" and _waits(roofline, model) for model in models}
     busy = [each for model in models if not waits[model.name] for each in model.worked()]
     idle = [each for model in models if waits[model.name] for each in model.worked()]
-    fitted = blank.model_copy(
+    if not busy:
+        raise UserError(
+            f"{blank.name}: in all of these profiles it waits for its host: profile larger"
+            " minibatches"
+        )
+    return blank.model_copy(
         update={
             "launch": _rounded(_quantile([each.seconds for each in busy], _QUICKEST)),
             "host": _host(each for each in idle if not each.backward),
@@ -89,7 +95,6 @@ def fit(blank: DeviceFile, models: Sequence[MeasuredModel]) -> DeviceFile:
             "efficiency": _efficiencies(roofline, busy),
         }
     )
-    return fitted
 
 
 def compare(device: DeviceFile, models: Sequence[MeasuredModel]) -> dict[str, tuple[float, float]]:

@@ -43,8 +43,8 @@ def memory_of(
 
 @dataclass(frozen=True)
 class _Values:
-    """`base`: the value whose memory each value is. `maker`: the node that allocates it, unless it
-    is the model's own.
+    """`base`: the value whose memory each value is. `maker`: the node that allocates it, or
+    for which it is drawn, unless it is the model's own.
     """
 
     base: Mapping[str, str]
@@ -59,9 +59,12 @@ class _Values:
         given = [each.value for each in graph.inputs if each.role == "input"]
         # The tensors of a target come after the inputs of the model, and belong to no node.
         maker = dict(zip(given, input_nodes, strict=False))
+        drawn = {each.value for each in graph.inputs if each.role == "draw"}
         backward = {each.value for each in graph.inputs if each.role == "tangent"}
         for call in graph.calls:
             is_view = call.operator.family in VIEWS
+            for value in drawn.intersection(call.reads):
+                maker.setdefault(value, attributed.nodes[call.name])
             for value in _made(call):
                 base[value] = base[call.reads[0]] if is_view else value
                 if not is_view:
@@ -106,8 +109,9 @@ def _kept(attributed: Attributed, values: _Values, parts: Mapping[str, float]) -
 
 
 def _workspaces(attributed: Attributed, values: _Values) -> dict[str, int]:
-    """Plays the backward pass of each node: an operator allocates its results, and what nobody
-    reads later in the node is freed, if it was allocated there and is not given to others.
+    """Plays the backward pass of each node, which holds the gradients of its outputs throughout: an
+    operator allocates its results, and what nobody reads later in the node is freed, if it was
+    allocated there and is not given to others.
     """
     calls: dict[str, list[OperatorCall]] = {}
     for call in attributed.graph.calls:
@@ -121,11 +125,13 @@ def _workspaces(attributed: Attributed, values: _Values) -> dict[str, int]:
 
 
 def _peak(calls: Sequence[OperatorCall], values: _Values, outside: set[str]) -> int:
+    made = {value for call in calls for value in _made(call)}
+    given = set().union(*map(values.read_by, calls)) & values.backward - made
     last = {value: k for k, call in enumerate(calls) for value in values.read_by(call)}
     ending: dict[int, list[str]] = {}
     for value, k in last.items():
         ending.setdefault(k, []).append(value)
-    live, held, peak = 0, set[str](), 0
+    live, held, peak = sum(values.bytes[value] for value in given), set[str](), 0
     for k, call in enumerate(calls):
         for value in _made(call):
             if values.base[value] == value:

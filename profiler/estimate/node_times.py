@@ -23,9 +23,7 @@ class NodeSeconds(NamedTuple):
     weight: float
 
 
-def call_seconds(
-    graph: OperatorGraph, backward: Set[str], roofline: Roofline
-) -> dict[str, float]:
+def call_seconds(graph: OperatorGraph, backward: Set[str], roofline: Roofline) -> dict[str, float]:
     """Returns the seconds of each call by name; `backward`: those of the backward pass."""
     seconds: dict[str, float] = {}
     for way in (False, True):

@@ -94,6 +94,8 @@ def _summary(profile: Profile) -> str:
         lines.append(f"The loss takes {show_seconds(both)} of that, in the last node.")
     if machine.workers > 1:
         where += f", {machine.workers} workers at once"
+    if profile.estimated is not None:
+        return "\n".join([*lines, f"Estimated, not measured, for {profile.estimated.words}."])
     lines.append(
         f"Measured on {where}: median of {profile.repeats} after {profile.warmup} of warm-up."
     )

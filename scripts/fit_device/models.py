@@ -82,6 +82,9 @@ CPU_FIT = {
     "mobilenet": Case("torchvision:mobilenet_v2", 4),
     "vgg11": Case("torchvision:vgg11", 2),
     "densenet": Case("torchvision:densenet121", 2),
+    "resnext": Case("torchvision:resnext50_32x4d", 2),
+    "swin": Case("torchvision:swin_t", 1),
+    "mobilenet-v3": Case("torchvision:mobilenet_v3_small", 8),
 }
 CPU_HELD_OUT = {
     "distilbert": Case("transformers:distilbert", 2, {"n_layers": 3}, _tokens(128)),
