@@ -50,9 +50,11 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     training: bool = True,
     precision: Precision = IN_FULL,
+    again: bool = True,
 ) -> Captured:
     """Captures `model` as it runs on these inputs in this precision, in the modes in which its
-    modules are; without `training` in eval mode.
+    modules are; without `training` in eval mode. `again`: a model whose attributes change as it
+    runs is captured twice, to see whether that changes what it computes.
 
     The graph is the same whether or not gradients are enabled where it is called: regions of the
     model without gradient are nodes of it. Raises UserError with the reason if torch.export cannot
@@ -64,17 +66,24 @@ def capture(
     count = len(args) + len(kwargs)
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs)
     with nullcontext() if training else eval_mode(model):
-        return _capture(model, args, kwargs, precision)
+        return _capture(model, args, kwargs, precision, again)
 
 
 def _capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    precision: Precision,
+    again: bool,
 ) -> Captured:
     check_model(model)
     check_inputs(model, args, kwargs)
     with precision.capturing():
         program = export_deterministic(
-            model, lambda: _export(model, args, kwargs), lambda: model(*args, **kwargs)
+            model,
+            lambda: _export(model, args, kwargs),
+            lambda: model(*args, **kwargs),
+            again,
         )
     module, out_spec = unlift(program, model)
     check_operators(module, model)

@@ -74,6 +74,7 @@ def capture_fake(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     precision: Precision = IN_FULL,
+    again: bool = True,
 ) -> Captured:
     """Captures a model on the meta device, like `capture`. Raises UserError.
 
@@ -103,7 +104,7 @@ def capture_fake(
             if buffer is not None:
                 module._buffers[name] = fake(buffer)
     args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs or {}))
-    return capture(model, args, kwargs, precision=precision)
+    return capture(model, args, kwargs, precision=precision, again=again)
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

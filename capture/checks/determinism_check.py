@@ -30,11 +30,15 @@ _MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
 
 
 def export_deterministic(
-    model: nn.Module, export: Callable[[], ExportedProgram], call: Callable[[], object]
+    model: nn.Module,
+    export: Callable[[], ExportedProgram],
+    call: Callable[[], object],
+    again: bool = True,
 ) -> ExportedProgram:
     """Returns what `export` returns for `model`, and restores the attributes of the model.
 
-    `call` calls the model and serves to find the line to blame. Raises UserError if another call of
+    `call` calls the model and serves to find the line to blame. `again`: exports a second time if
+    attributes have changed. Raises UserError if another call of
     the model may compute something else.
     """
     names = {name for name, _ in model.named_parameters()}
@@ -52,7 +56,7 @@ def export_deterministic(
         raise cannot_capture(
             model, f"it creates {created[0]} as it runs; create all parameters in __init__"
         )
-    if changes and not _same_again(changes, program, export):
+    if again and changes and not _same_again(changes, program, export):
         first = changes[0][0]
         reason = (
             f"{first.name} changes as it runs and changes what it computes; make it a buffer, a "

@@ -29,6 +29,16 @@ _NORMALIZATIONS = {
     for end in ("", "_backward")
 }
 """Devices have operators of their own for the same."""
+_ATTENTION = "aten._scaled_dot_product_"
+_CAUSAL_AT = {
+    "flash_attention_for_cpu": (4, 7),
+    "flash_attention": (4, 11),
+    "efficient_attention": (6, 11),
+    "cudnn_attention": (6, 14),
+}
+"""At which argument kernels are told that a query sees the keys before it alone, forward and
+backward.
+"""
 _ALIGNED = 8
 _APART = 8.0
 """In octaves: so far from others of its sizes."""
@@ -85,10 +95,12 @@ def _flops(operator: Operator) -> float:
     count = flops(operator)
     if "scaled_dot_product" in operator.family:
         query, key = _attended(operator)
-        causal = any(each is True for each in operator.arguments) and (
-            query.shape[-2] == key.shape[-2]
-        )
-        return count / 2 if causal else count
+        name = operator.family.removeprefix(_ATTENTION).removesuffix("_backward")
+        places = _CAUSAL_AT.get(name)
+        if places is None or query.shape[-2] != key.shape[-2]:
+            return count
+        place = places[operator.family.endswith("_backward")]
+        return count / 2 if operator.argument(place, False) is True else count
     if operator.family == "aten.convolution_backward":
         wanted = sum(each is not None for each in operator.outputs[:2])
         return count * wanted / 2

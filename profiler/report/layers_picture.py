@@ -114,19 +114,33 @@ def _draw_panel(axes: Axes, name: str, frame: pd.DataFrame, bars: Sequence[_Bars
 
 def _draw_bars(axes: Axes, share: Axes, frame: pd.DataFrame, bars: Sequence[_Bars]) -> _Numbers:
     """Draws the bars, and curves of the inside and the stacked ones; returns the stacked sums."""
-    places = np.arange(len(frame))
     wide = 0.85 if len(frame) <= _MOST_GAPS else 1.0
     stacked = np.zeros(len(frame))
     for bar in bars:
         values = frame[QUANTITIES[bar.quantity].column].to_numpy(dtype=float)
         if bar.inside:
-            axes.bar(places, values, wide / 2, color=bar.colour, label=bar.label)
+            _draw_rectangles(axes, values, np.zeros(len(frame)), wide / 2, bar)
             _draw_curve(share, values, bar.colour, "--")
         else:
-            axes.bar(places, values, wide, stacked, color=bar.colour, label=bar.label)
+            _draw_rectangles(axes, values, stacked, wide, bar)
             stacked = stacked + values
     _draw_curve(share, stacked, "#333333", "-")
     return stacked
+
+
+def _draw_rectangles(
+    axes: Axes, heights: _Numbers, bottoms: _Numbers, width: float, bar: _Bars
+) -> None:
+    """Draws a bar for each node, as one collection: a patch for each takes a millisecond."""
+    from matplotlib.collections import PolyCollection
+
+    places = np.arange(len(heights), dtype=float)
+    left, right, top = places - width / 2, places + width / 2, bottoms + heights
+    corners = [(left, bottoms), (left, top), (right, top), (right, bottoms)]
+    vertices = np.stack([np.column_stack(each) for each in corners], axis=1)
+    axes.add_collection(PolyCollection(list(vertices), facecolors=bar.colour, label=bar.label))
+    axes.autoscale_view()
+    axes.set_ylim(bottom=0.0)
 
 
 def _draw_curve(axes: Axes, values: _Numbers, colour: str, line: str) -> None:
