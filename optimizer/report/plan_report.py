@@ -304,7 +304,7 @@ def _assumptions(outcome: Outcome, profiled_on: Machine | None) -> Iterator[str]
             "Assumed: links that carry their --bandwidth and slow no pass down;"
             " pd-profile --network or --cluster auto measures that."
         )
-    if profiled_on is not None and plan.cluster.kinds:
+    if profiled_on is not None and any(kind.speed != 1 for kind in plan.cluster.kinds):
         speeds = " or ".join(dict.fromkeys(f"{kind.speed:g}" for kind in plan.cluster.kinds))
         yield (
             f"Assumed: devices {speeds} times as fast in every layer as the one profiled,"
