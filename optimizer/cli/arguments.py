@@ -45,10 +45,10 @@ GROUPS = {
     "Cluster": (
         option(
             "--cluster FILE",
-            "Cluster file: levels, measured links, types of device. Or so many machines of a kind:"
-            " dgx-a100:4, dgx-h100:4, dgx-h200:4, dgx-b200:4, l40s:4, mi300x:4. Or auto: the workers"
-            " of this machine, with the network between them measured first. Instead of --machines,"
-            " --bandwidth and --latency.  [default: none]",
+            "Cluster file: levels, measured links, types of device. Or so many machines of eight"
+            " devices: dgx-a100:4, dgx-h100:4, dgx-h200:4, dgx-b200:4, l40s:4, mi300x:4. Or auto:"
+            " the workers of this machine, with the network between them measured first. Instead of"
+            " --machines, --bandwidth and --latency.  [default: none]",
         ),
         option(
             "--machines N,N,...",

@@ -18,10 +18,10 @@ from pipedream.optimizer.cli.like import recorded_options
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cli.task import (
     Task,
-    with_global_batch,
     make_task,
     parse_mesh,
     with_fitting_mesh,
+    with_global_batch,
 )
 from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
 from pipedream.optimizer.search.outcome import Outcome
