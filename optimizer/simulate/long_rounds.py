@@ -11,51 +11,66 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, lcm
+from typing import NamedTuple
 
 from pipedream.graph.timeline import Timeline
 from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.schedule.action import CLOSING, Kind
 from pipedream.schedule.steady_state import SteadySpan, bubble
 
-_TURNS = 12
-"""Turns of the replicas in a period; most shorter periods divide it."""
+_TURNS = (1, 12)
+"""Turns of the replicas in a period that are tried: one, and then as many as most others divide."""
+_FILLED = (5, 8)
+"""Minibatches for each worker in the shortest round that is played, by period."""
 
 _SAME = 1e-9
 """Relative tolerance for rounding of simulated times."""
 
 
-def rounds_to_play(replicas: Sequence[int], microbatches: int) -> Iterator[int]:
-    """Lengths of rounds to simulate instead of one of `microbatches`, which comes last.
+class ShortRound(NamedTuple):
+    """A round of `length` microbatches, in which every `period` of them may be like the last."""
+
+    length: int
+    period: int
+
+
+def rounds_to_play(replicas: Sequence[int], microbatches: int) -> Iterator[ShortRound]:
+    """Rounds to simulate instead of one of `microbatches`, which comes last.
 
     They differ from it by whole periods, and hold one period besides filling and draining.
     """
-    period = _period(replicas)
-    count = period * (1 + ceil(8 * sum(replicas) / period)) + microbatches % period
-    while 2 * count < microbatches:
-        yield count
-        count += period * ceil(count / period)
-    yield microbatches
+    workers, turn = sum(replicas), lcm(*replicas)
+    for turns, filled in zip(_TURNS, _FILLED, strict=True):
+        period = turns * turn
+        count = period * (1 + ceil(filled * workers / period)) + microbatches % period
+        while 2 * count < microbatches:
+            yield ShortRound(count, period)
+            if turns == 1:  # if it is none, a longer round does not make it one
+                break
+            count += period * ceil(count / period)
+    yield ShortRound(microbatches, microbatches)
 
 
 def lengthened(
     simulation: Simulation,
     span: SteadySpan,
     replicas: Sequence[int],
-    length: int,
+    played: ShortRound,
     microbatches: int,
 ) -> Simulation | None:
-    """Extrapolates `simulation`, of rounds of `length`, to rounds of `microbatches`.
+    """Extrapolates `simulation`, of rounds as `played`, to rounds of `microbatches`.
 
     None if the rounds do not become periodic. Events and memory stay those of the shorter rounds.
     """
+    length, period = played
     starts = range(span.first, span.last, length)
     times = _times(simulation.events)
-    steps = [_step(times, start + length, replicas) for start in starts]
+    steps = [_step(times, start + length, period, sum(replicas)) for start in starts]
     periods = [step for step in steps if step is not None]
     if len(periods) < len(steps):
         return None
     before = simulation.seconds_per_minibatch * length
-    after = before + sum(periods) / len(periods) * (microbatches - length) / _period(replicas)
+    after = before + sum(periods) / len(periods) * (microbatches - length) / period
     workers = sum(replicas)
     updates = _updates(simulation.events, span, length)
     passes = (1 - simulation.bubble) * workers * before - updates
@@ -65,10 +80,6 @@ def lengthened(
         seconds_per_minibatch=after / microbatches,
         bubble=bubble(busy, workers, after),
     )
-
-
-def _period(replicas: Sequence[int]) -> int:
-    return _TURNS * lcm(*replicas)
 
 
 def _times(events: Timeline) -> dict[int, list[float]]:
@@ -81,11 +92,12 @@ def _times(events: Timeline) -> dict[int, list[float]]:
     return times
 
 
-def _step(times: Mapping[int, Sequence[float]], end: int, replicas: Sequence[int]) -> float | None:
+def _step(
+    times: Mapping[int, Sequence[float]], end: int, period: int, workers: int
+) -> float | None:
     """The time between an action and the same action one period before, just before the drain of
     the round that ends with minibatch `end` - 1; None if it differs between actions.
     """
-    period, workers = _period(replicas), sum(replicas)
     steps = [
         now - before
         for minibatch in range(end - 3 * workers, end - workers)

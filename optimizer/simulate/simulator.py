@@ -23,7 +23,7 @@ from pipedream.graph.plan import DraftPlan
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.cuts.planning_graph import Floats
-from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
+from pipedream.optimizer.simulate.long_rounds import ShortRound, lengthened, rounds_to_play
 from pipedream.optimizer.simulate.play import Ranks, play
 from pipedream.optimizer.simulate.program import KINDS, Program, program_of
 from pipedream.optimizer.simulate.simulation import Simulation
@@ -42,6 +42,9 @@ MOST_MOVES = 2_000_000
 
 QUICK_MOVES = 100_000
 """The same for a simulation that is not asked for: about a quarter of a second."""
+
+_LONG, _WORTH = 5_000, 3
+"""The same for rounds that are worth extrapolating, from so many times shorter ones."""
 
 ASSUMED = tuple(1 + 0.01 * k for k in (-2, -1, -1, 0, 0, 0, 1, 1, 2))
 """How passes vary where the profile does not say so, as in `Noise`."""
@@ -96,18 +99,23 @@ def simulate_work(
     spec = in_order_of(plan, replace(spec, links=tuple(sorted(workload.forward_bytes))))
     span = SteadySpan.for_simulation(policy(spec))
     repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER and noise is None
-    long = repeats and span.minibatches * plan.workers > QUICK_MOVES
-    for length in rounds_to_play(plan.replicas, microbatches) if long else [microbatches]:
-        spec = replace(spec, microbatches=length)
+    whole, most = ShortRound(microbatches, microbatches), span.minibatches
+    rounds = [*rounds_to_play(plan.replicas, microbatches)] if repeats else [whole]
+    if most * plan.workers <= QUICK_MOVES:  # one that is tried in vain costs little
+        rounds = [rounds[0], whole] if most * plan.workers > _LONG else [whole]
+    for played in rounds:
+        spec = replace(spec, microbatches=played.length)
         span = SteadySpan.for_simulation(policy(spec))
+        if played != whole and _WORTH * span.minibatches > most:
+            continue
         if span.minibatches * plan.workers > most_moves:
             return None
         simulation = simulate(
             Schedule(spec, span.minibatches), workload, plan.cluster, ranks, span, noise=noise
         )
-        if length == microbatches:
+        if played == whole:
             return simulation
-        extrapolated = lengthened(simulation, span, plan.replicas, length, microbatches)
+        extrapolated = lengthened(simulation, span, plan.replicas, played, microbatches)
         if extrapolated is not None:
             return extrapolated
     return None

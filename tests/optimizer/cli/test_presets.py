@@ -54,7 +54,7 @@ def test_a_global_batch_without_a_profile_or_with_another_number_is_refused(
 ) -> None:
     (tmp_path / "graph.txt").write_text(format_graph(GRAPH))
     asked = options(graph=tmp_path / "graph.txt", schedule="flush", global_batch=64)
-    with pytest.raises(UserError, match="batch size of .* is not known"):
+    with pytest.raises(UserError, match=r"batch size of .* is not known"):
         with_global_batch(asked)
     both = options(
         schedule="flush", global_batch=64, microbatches=2, typed=frozenset({"microbatches"})

@@ -148,8 +148,8 @@ WRONG = {
     "no sizes": ("plain", (), "no profiles of batch sizes here"),
     "one graph": (
         "curve/batch-2/graph.txt",
-        ("--schedule", "flush", "--global-batch", "4"),
-        "has one batch size: name a folder",
+        ("--schedule", "flush", "--global-batch", "5"),
+        "is not a multiple of 2, the batch size of",
     ),
     "an update of one": ("curve", ("--global-batch", "4"), "weight-stashing updates after every"),
     "another schedule": (
