@@ -43,8 +43,8 @@ MOST_MOVES = 2_000_000
 QUICK_MOVES = 100_000
 """The same for a simulation that is not asked for: about a quarter of a second."""
 
-_LONG, _WORTH = 5_000, 3
-"""The same for rounds that are worth extrapolating, from so many times shorter ones."""
+_WORTH = 3
+"""So many times shorter a round must be to be played in the place of a longer one."""
 
 ASSUMED = tuple(1 + 0.01 * k for k in (-2, -1, -1, 0, 0, 0, 1, 1, 2))
 """How passes vary where the profile does not say so, as in `Noise`."""
@@ -100,10 +100,8 @@ def simulate_work(
     span = SteadySpan.for_simulation(policy(spec))
     repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER and noise is None
     whole, most = ShortRound(microbatches, microbatches), span.minibatches
-    rounds = [*rounds_to_play(plan.replicas, microbatches)] if repeats else [whole]
-    if most * plan.workers <= QUICK_MOVES:  # one that is tried in vain costs little
-        rounds = [rounds[0], whole] if most * plan.workers > _LONG else [whole]
-    for played in rounds:
+    long = repeats and most * plan.workers > QUICK_MOVES
+    for played in rounds_to_play(plan.replicas, microbatches) if long else [whole]:
         spec = replace(spec, microbatches=played.length)
         span = SteadySpan.for_simulation(policy(spec))
         if played != whole and _WORTH * span.minibatches > most:
