@@ -83,6 +83,7 @@ class Measurements:
     updates: Mapping[str, UpdateCost]
     gradient_sum_rate: float | None = None
     reading: float | None = None
+    flops: float | None = None
     estimated: Estimated | None = None
 
 
@@ -117,6 +118,7 @@ def profile_of(measured: Measurements, graph: Graph, settings: Settings) -> Prof
         warmup=times.warmup,
         repeats=times.repeats,
         pass_seconds=tuple(times.pass_seconds),
+        flops=measured.flops,
         reading_seconds=measured.reading,
         machine=measured.machine,
         estimated=measured.estimated,

@@ -96,12 +96,12 @@ def measure(
             raise
         raise _cannot_run(settings.model, error, loaded) from error
     machine = machine_of(settings)
-    measured = Measurements(captured, machine, times, kept, splits, updated, summed, read)
+    flops = None if isinstance(found, CannotDivide) else flops_of(found.graph)
+    measured = Measurements(captured, machine, times, kept, splits, updated, summed, read, flops)
     profile = profile_of(measured, graph, settings)
     if isinstance(found, CannotDivide):
         profile = profile.model_copy(update={"no_operators": str(found)})
         return Measured(graph, profile, None, undivided(captured))
-    profile = profile.model_copy(update={"flops": flops_of(found.graph)})
     return Measured(graph, profile, found, undivided(captured))
 
 

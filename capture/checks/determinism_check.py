@@ -38,8 +38,8 @@ def export_deterministic(
     """Returns what `export` returns for `model`, and restores the attributes of the model.
 
     `call` calls the model and serves to find the line to blame. `again`: exports a second time if
-    attributes have changed. Raises UserError if another call of
-    the model may compute something else.
+    attributes have changed. Raises UserError if another call of the model may compute something
+    else.
     """
     names = {name for name, _ in model.named_parameters()}
     randoms = {name: probe() for name, probe in _RANDOM.items()}

@@ -49,8 +49,8 @@ class DeviceFile(ArtifactModel):
     launch: _Positive
     """Seconds that no operator is below."""
     host: dict[str, _Positive] = Field(default_factory=dict)
-    """By kind of work: seconds that the host takes to hand an operator over,
-    where the device computes meanwhile; `usual` for other kinds. Empty where it does not.
+    """By kind of work: seconds that the host takes to hand an operator over, where the device
+    computes meanwhile; `usual` for other kinds. Empty where it does not.
     """
     host_backward: dict[str, _Positive] = Field(default_factory=dict)
     """The same backwards."""

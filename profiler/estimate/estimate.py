@@ -32,7 +32,6 @@ from pipedream.profiler.estimate.node_times import (
 )
 from pipedream.profiler.estimate.roofline import Roofline
 from pipedream.profiler.estimate.updates import gradient_sum_rate, updates
-from pipedream.profiler.estimate.work import work_of
 from pipedream.profiler.measure import ending_of
 from pipedream.profiler.operators import in_one_line, trace
 from pipedream.profiler.timing.backward_split import BackwardSplit
@@ -79,7 +78,8 @@ def estimate(
         _splits(captured, nodes, memory.kept),
         updates(captured, roofline),
         gradient_sum_rate(captured, roofline),
-        estimated=_estimated(device, attributed.graph),
+        flops=flops_of(attributed.graph),
+        estimated=_estimated(roofline, attributed.graph),
     )
     local_seconds = time_local_operators(
         attributed.graph, calls, settings.shards, partial(_alone, roofline)
@@ -88,7 +88,6 @@ def estimate(
         settings.batch_size, captured.graph.fingerprint, calls, local_seconds
     )
     profile = profile_of(measured, graph, settings)
-    profile = profile.model_copy(update={"flops": flops_of(attributed.graph)})
     return Measured(graph, profile, operators, undivided(captured))
 
 
@@ -119,10 +118,11 @@ def _machine(settings: Settings, device: DeviceFile) -> Machine:
     return machine.model_copy(update={"device": device.device, "device_name": device.name})
 
 
-def _estimated(device: DeviceFile, graph: OperatorGraph) -> Estimated:
+def _estimated(roofline: Roofline, graph: OperatorGraph) -> Estimated:
+    device = roofline.device
     counts: dict[str, float] = defaultdict(float)
     for call in graph.calls:
-        work = work_of(call.operator)
+        work = roofline.work(call.operator)
         if work is not None:
             counts[work.dtype] += work.flops
     peak = device.peak.get(max(counts, key=lambda dtype: counts[dtype])) if counts else None

@@ -28,12 +28,19 @@ class Roofline:
 
     def __init__(self, device: DeviceFile) -> None:
         self.device = device
+        self.works: dict[Operator, Work | None] = {}
         self.known: dict[Operator, float] = {}
+
+    def work(self, operator: Operator) -> Work | None:
+        """Returns `work_of` an operator."""
+        if operator not in self.works:
+            self.works[operator] = work_of(operator)
+        return self.works[operator]
 
     def seconds(self, operator: Operator) -> float:
         """Returns the seconds that the device takes for an operator."""
         if operator not in self.known:
-            work = work_of(operator)
+            work = self.work(operator)
             self.known[operator] = (
                 0.0 if work is None else max(self.of_work(work), self.device.launch)
             )
@@ -50,9 +57,8 @@ class Roofline:
         of_host = [self._handing_over(each, table) for each in operators]
         return max(of_device, of_host, key=sum)
 
-    @staticmethod
-    def _handing_over(operator: Operator, table: Mapping[str, float]) -> float:
-        work = work_of(operator)
+    def _handing_over(self, operator: Operator, table: Mapping[str, float]) -> float:
+        work = self.work(operator)
         return 0.0 if work is None else table.get(work.kind, table["usual"])
 
     def of_work(self, work: Work) -> float:
