@@ -69,6 +69,31 @@ def read_device(name: str) -> DeviceFile:
     """Reads a file of `devices/` by its name, or one at a path that ends in .yaml, with the
     efficiencies of the device that stands in its place. Raises UserError.
     """
+    path = _path(name)
+    file = read_artifact(path, DeviceFile)
+    if file.efficiencies_of is None:
+        if not file.efficiency:
+            raise UserError(f"{path}: needs `efficiency`, or `efficiencies_of` another device")
+        return file
+    other = read_artifact(_path(file.efficiencies_of), DeviceFile)
+    if other.efficiencies_of is not None:
+        raise UserError(
+            f"{path}: efficiencies_of: {file.efficiencies_of} has none of its own: name a device"
+            " that was measured"
+        )
+    return file.model_copy(
+        update={
+            "efficiency": other.efficiency,
+            "host": other.host,
+            "host_backward": other.host_backward,
+            "updates": other.updates,
+            "error": other.error,
+        }
+    )
+
+
+def _path(name: str) -> Path:
+    """Returns the path of a device file. Raises UserError for a name that is not known."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = _shipped() / f"{name}.yaml"
@@ -81,21 +106,7 @@ def read_device(name: str) -> DeviceFile:
                 else f"--for {name}: there is no file of this device: name one of"
                 f" {', '.join(known)}, or the path of a device file that ends in .yaml"
             )
-    file = read_artifact(path, DeviceFile)
-    if file.efficiencies_of is None:
-        if not file.efficiency:
-            raise UserError(f"{path}: needs `efficiency`, or `efficiencies_of` another device")
-        return file
-    other = read_device(file.efficiencies_of)
-    return file.model_copy(
-        update={
-            "efficiency": other.efficiency,
-            "host": other.host,
-            "host_backward": other.host_backward,
-            "updates": other.updates,
-            "error": other.error,
-        }
-    )
+    return path
 
 
 def _shipped() -> Path:

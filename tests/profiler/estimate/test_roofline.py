@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
+import yaml
 from estimates import device, operator, tensor
 
 from pipedream.graph.errors import UserError
@@ -77,3 +79,11 @@ def test_shipped_files_can_be_read(name: str) -> None:
 def test_an_unknown_device_is_told_with_the_likely_one() -> None:
     with pytest.raises(UserError, match="h100"):
         read_device("h1000")
+
+
+def test_a_device_in_place_of_itself_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    fields = device(efficiency={}, efficiencies_of=str(path)).model_dump(mode="json")
+    path.write_text(yaml.safe_dump(fields))
+    with pytest.raises(UserError, match="has none of its own"):
+        read_device(str(path))
