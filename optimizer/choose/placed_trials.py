@@ -69,7 +69,7 @@ class PlacedTrials(Trials[Trial]):
         if form.bound > within:
             return None
         self.known[division], self.plans = None, self.plans + 1
-        simulation = simulate_work(plan, form.workload, QUICK_MOVES)
+        simulation = simulate_work(plan, form.workload, QUICK_MOVES, rough=True)
         if simulation is None:
             return None
         self.spent += len(simulation.program.op)

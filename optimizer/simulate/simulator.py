@@ -23,7 +23,13 @@ from pipedream.graph.plan import DraftPlan
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.cuts.planning_graph import Floats
-from pipedream.optimizer.simulate.long_rounds import ShortRound, lengthened, rounds_to_play
+from pipedream.optimizer.simulate.long_rounds import (
+    EXACTLY,
+    ROUGHLY,
+    ShortRound,
+    lengthened,
+    rounds_to_play,
+)
 from pipedream.optimizer.simulate.play import Ranks, play
 from pipedream.optimizer.simulate.program import KINDS, Program, program_of
 from pipedream.optimizer.simulate.simulation import Simulation
@@ -42,6 +48,9 @@ MOST_MOVES = 2_000_000
 
 QUICK_MOVES = 100_000
 """The same for a simulation that is not asked for: about a quarter of a second."""
+
+_LONG_IF_ROUGH = 5_000
+"""Workers times minibatches of a rough simulation in which shorter rounds are tried first."""
 
 _WORTH = 3
 """So many times shorter a round must be to be played in the place of a longer one."""
@@ -90,9 +99,15 @@ def _spec(plan: DraftPlan) -> PipelineSpec:
 
 
 def simulate_work(
-    plan: DraftPlan, workload: Workload, most_moves: int, noise: Noise | None = None
+    plan: DraftPlan,
+    workload: Workload,
+    most_moves: int,
+    noise: Noise | None = None,
+    rough: bool = False,
 ) -> Simulation | None:
-    """As `simulate_plan`, with the work of the plan as it is given."""
+    """As `simulate_plan`, with the work of the plan as it is given; `rough`: within a percent, and
+    rounds that are long for that are extrapolated where they are nearly periodic.
+    """
     spec = _spec(plan)
     microbatches = spec.microbatches
     ranks = [stage.ranks for stage in plan.stages]
@@ -100,7 +115,7 @@ def simulate_work(
     span = SteadySpan.for_simulation(policy(spec))
     repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER and noise is None
     whole, most = ShortRound(microbatches, microbatches), span.minibatches
-    long = repeats and most * plan.workers > QUICK_MOVES
+    long = repeats and most * plan.workers > (_LONG_IF_ROUGH if rough else QUICK_MOVES)
     for played in rounds_to_play(plan.replicas, microbatches) if long else [whole]:
         spec = replace(spec, microbatches=played.length)
         span = SteadySpan.for_simulation(policy(spec))
@@ -113,7 +128,8 @@ def simulate_work(
         )
         if played == whole:
             return simulation
-        extrapolated = lengthened(simulation, span, plan.replicas, played, microbatches)
+        alike = ROUGHLY if rough else EXACTLY
+        extrapolated = lengthened(simulation, span, plan.replicas, played, microbatches, alike)
         if extrapolated is not None:
             return extrapolated
     return None
