@@ -26,9 +26,10 @@ _TURNS = (1, 12)
 _FILLED = (5, 8)
 """Minibatches for each worker in the shortest round that is played, by period."""
 
-EXACTLY, ROUGHLY = 1e-9, 0.01
+EXACTLY, ROUGHLY = 1e-9, 0.1
 """How much the steps of actions over a period may differ, as shares of them: as they do by rounding
-of simulated times, or as while stages ahead of the slowest still fill up.
+of simulated times; or as while stages before the slowest still fill up and are faster than it, which
+sets the pace: on plans of 32 workers and 512 microbatches that was right within 0.1 %.
 """
 
 _CLOSES = np.array([kind in CLOSING for kind in KINDS])
@@ -106,13 +107,15 @@ def _ends(program: Program, end: Floats) -> Floats | None:
 
 
 def _step(ends: Floats, end: int, period: int, workers: int, alike: float) -> float | None:
-    """The mean time between an action and the same action one period before, just before the drain
-    of the round that ends with minibatch `end` - 1; None if it is not `alike` for all actions.
+    """The mean time between an action of the slowest stage and the same action one period before,
+    just before the drain of the round that ends with minibatch `end` - 1; None if it is not `alike`
+    for all actions.
     """
     last = slice(end - 3 * workers, end - workers)
     steps = ends[last] - ends[last.start - period : last.stop - period]
     scale = float(ends[end - 1].max()) if alike == EXACTLY else float(steps.mean())
-    return float(steps.mean()) if float(steps.max() - steps.min()) <= alike * scale else None
+    differ = float(steps.max() - steps.min()) > alike * scale
+    return None if differ else float(steps.mean(axis=0).max())
 
 
 def _updates(simulation: Simulation, span: SteadySpan, length: int) -> float:
