@@ -48,7 +48,9 @@ class SteadySpan:
         turn = lcm(*replicas)
         turn = turn if turn <= 4 * workers else max(replicas)
         if policy.uniform_updates:
-            turn = lcm(microbatches, turn)
+            rounds = lcm(microbatches, turn)
+            # Rounds that drain take the same, whichever replica has the first of its minibatches.
+            turn = microbatches if policy.drains and rounds > 4 * microbatches else rounds
         if policy.drains:
             return SteadySpan(3 * turn, turn, 3 * turn)
         fill = turn * ceil(max(workers, policy.in_flight(0) * replicas[0]) / turn)

@@ -11,8 +11,10 @@ from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost
 from pipedream.optimizer.search.planner import rough_plan
 from pipedream.optimizer.search.request import Request
 
-_MOST_CUTS = 300
-"""Cuts over which the search under another cost model is made."""
+_MOST_CUTS, _FEW_DEVICES = 300, 64
+"""Cuts over which the search under another cost model is made, with up to so many devices; with
+more, the fewer the more there are of them: the work goes with the squares of both.
+"""
 
 DATA_PARALLEL = "data parallelism"
 
@@ -40,8 +42,9 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
 
 
 def _divisions(name: str, request: Request) -> Iterator[tuple[str, Division]]:
+    most = int(_MOST_CUTS * min(1.0, _FEW_DEVICES / request.cluster.devices))
     try:
-        division = Division.of(rough_plan(request, _MOST_CUTS).plan, request.planning)
+        division = Division.of(rough_plan(request, most).plan, request.planning)
     except UserError:
         return
     yield name, division

@@ -89,7 +89,8 @@ class Search:
     """Finds the pipeline whose costliest stage is cheapest; ties go to the fewest stages.
 
     `device_types` are those of the outermost level's components. Stages and pipelines that cost
-    more than `limit` are not explored.
+    more than `limit` are not explored. If `coarse`, many downstream workers are taken to be a few
+    more, for which there are far fewer numbers: plans that just fit memory may be missed.
 
     Work: N^2 M^2 for N cuts and M machines at the outermost level, N^3 M^2 at each within. With
     M1, M2, ... machines of each type the first is N^2 M1^2 M2^2 ..., the second once for each
@@ -104,8 +105,10 @@ class Search:
         rules: Rules,
         device_types: DeviceTypes,
         limit: float = inf,
+        coarse: bool = False,
     ) -> None:
         self.cuts = cuts
+        self.coarse = coarse
         self.machines = machines
         self.cost = cost
         self.rules = rules
@@ -306,10 +309,14 @@ class Search:
             return [[0]]
         inner = self.devices[subproblem.level - 1]
         components = list(map(self.counters[subproblem.level - 1].total, behind))
+
+        def each(devices: int) -> int:
+            exact = -(-(devices + subproblem.downstream_workers) // replicas)
+            return _rounded_up(exact) if self.coarse else exact
+
         if self._counts(subproblem.level):
-            most = max(components) * inner
-            return [[-(-(n + subproblem.downstream_workers) // replicas) for n in range(most + 1)]]
-        return [[-(-(m * inner + subproblem.downstream_workers) // replicas)] for m in components]
+            return [list(map(each, range(max(components) * inner + 1)))]
+        return [[each(m * inner)] for m in components]
 
     def _unfold(
         self, subproblem: _Subproblem, piece: tuple[int, int], used: int, cost: float
@@ -366,6 +373,12 @@ class Search:
         fewest, allocation, behind, stop = min(candidates, key=lambda choice: choice[0])
         assert fewest < inf
         return allocation, behind, stop
+
+
+def _rounded_up(number: int) -> int:
+    """To three binary digits: there are four such numbers between a number and its double."""
+    step = 1 << max(0, number.bit_length() - 3)
+    return -(-number // step) * step
 
 
 @njit(cache=True)

@@ -92,7 +92,8 @@ def rough_plan(request: Request, most_cuts: int) -> Outcome:
     cuts = _few_cuts(request.planning, most_cuts)
     allowed = request.allowed_cuts(cuts.downsets)
     memory = request.memory_model(cuts if len(allowed) == len(cuts) else allowed)
-    return make_outcome(memory, request, _solution(memory, request), 0.0, exact=False)
+    solution = _solution(memory, request, coarse=True)
+    return make_outcome(memory, request, solution, 0.0, exact=False)
 
 
 @lru_cache(maxsize=2)
@@ -212,30 +213,33 @@ def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
     return int(min(max(_FEW, _FEW * growth), _MANY if len(machines) == 1 else _MANY * 2 // 3))
 
 
-def _solution(memory: MemoryModel, request: Request) -> Solution:
+def _solution(memory: MemoryModel, request: Request, coarse: bool = False) -> Solution:
     """The best plan within the memory. Raises UserError if there is none."""
-    solution = _solve(memory, request)
+    solution = _solve(memory, request, coarse=coarse)
     if solution is None:
         raise NothingFits(memory, request)
     return solution
 
 
-def _solve(memory: MemoryModel, request: Request, within: float = inf) -> Solution | None:
-    """The best plan within the memory; None if there is none or it costs more than `within`.
+def _solve(
+    memory: MemoryModel, request: Request, within: float = inf, coarse: bool = False
+) -> Solution | None:
+    """The best plan within the memory; None if there is none or it costs more than `within`;
+    `coarse` as in `Search`.
 
     Prefers, at equal cost, a plan whose every stage has work, even if it leaves machines unused.
     """
     cuts, types = memory.cuts, request.device_types.without_memory_limit
-    solution = _search(memory, request, types, working=False, within=within)
+    solution = _search(memory, request, types, False, within, coarse)
     if solution is not None and not fits(memory, request, types, solution):
         types = request.device_types
-        solution = _search(memory, request, types, working=False, within=within)
+        solution = _search(memory, request, types, False, within, coarse)
     if solution is None:
         return None
     if any(cuts.working[stage.start] == cuts.working[stage.end] for stage in solution.stages):
         for rules in (request.rules, replace(request.rules, fewer_machines=True)):
             changed = replace(request, rules=rules)
-            working = _search(memory, changed, types, working=True, within=solution.cost)
+            working = _search(memory, changed, types, True, solution.cost, coarse)
             if not working or not fits(memory, request, types, working):
                 continue
             if working.cost <= solution.cost * (1 + TIE):
@@ -244,7 +248,12 @@ def _solve(memory: MemoryModel, request: Request, within: float = inf) -> Soluti
 
 
 def _search(
-    memory: MemoryModel, request: Request, types: DeviceTypes, working: bool, within: float = inf
+    memory: MemoryModel,
+    request: Request,
+    types: DeviceTypes,
+    working: bool,
+    within: float,
+    coarse: bool,
 ) -> Solution | None:
     """The best plan; None if there is none or it costs more than `within`.
 
@@ -257,7 +266,7 @@ def _search(
         rough = request.stage_cost(few, working=working)
         within = min(within, Search(few, machines, rough, rules, types, within).bottleneck())
     cost = request.stage_cost(cuts, limit, working)
-    return Search(cuts, machines, cost, rules, types, within).best()
+    return Search(cuts, machines, cost, rules, types, within, coarse).best()
 
 
 def plan_latency(request: Request, goal: Latency, most_cuts: int | None) -> Outcome:

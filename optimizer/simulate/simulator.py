@@ -44,13 +44,13 @@ from pipedream.schedule.spec import PipelineSpec, in_order_of
 from pipedream.schedule.steady_state import SteadySpan, bubble, longest_window
 
 MOST_MOVES = 2_000_000
-"""Workers times minibatches of the largest simulation: about five seconds."""
+"""Stages times minibatches of the largest simulation: about five seconds."""
 
 QUICK_MOVES = 100_000
 """The same for a simulation that is not asked for: about a quarter of a second."""
 
 _LONG_IF_ROUGH = 5_000
-"""Workers times minibatches of a rough simulation in which shorter rounds are tried first."""
+"""Stages times minibatches of a rough simulation in which shorter rounds are tried first."""
 
 _WORTH = 3
 """So many times shorter a round must be to be played in the place of a longer one."""
@@ -115,13 +115,14 @@ def simulate_work(
     span = SteadySpan.for_simulation(policy(spec))
     repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER and noise is None
     whole, most = ShortRound(microbatches, microbatches), span.minibatches
-    long = repeats and most * plan.workers > (_LONG_IF_ROUGH if rough else QUICK_MOVES)
+    stages = len(plan.stages)
+    long = repeats and most * stages > (_LONG_IF_ROUGH if rough else QUICK_MOVES)
     for played in rounds_to_play(plan.replicas, microbatches) if long else [whole]:
         spec = replace(spec, microbatches=played.length)
         span = SteadySpan.for_simulation(policy(spec))
         if played != whole and _WORTH * span.minibatches > most:
             continue
-        if span.minibatches * plan.workers > most_moves:
+        if span.minibatches * stages > most_moves:
             return None
         simulation = simulate(
             Schedule(spec, span.minibatches), workload, plan.cluster, ranks, span, noise=noise

@@ -77,7 +77,7 @@ def test_the_real_round_is_the_last_to_be_tried(
 @pytest.mark.slow
 def test_many_replicas_need_no_long_rounds() -> None:
     """Twelve turns of 12 and 4 replicas are 144 microbatches, one turn is twelve."""
-    graph, plan = chain(1, (12, 4), 2000)
+    graph, plan = chain(1, (12, 4), 20_000)
     simulation = simulate_plan(plan, graph)
     assert simulation is not None
     passes = {event.action.minibatch for events in simulation.events.values() for event in events}
