@@ -28,8 +28,8 @@ _FILLED = (5, 8)
 
 EXACTLY, ROUGHLY = 1e-9, 0.1
 """How much the steps of actions over a period may differ, as shares of them: as they do by rounding
-of simulated times; or as while stages before the slowest still fill up and are faster than it, which
-sets the pace: on plans of 32 workers and 512 microbatches that was right within 0.1 %.
+of simulated times; or as while stages before the slowest still fill up and are faster than it. That
+sets the pace: on plans of 32 workers and 512 microbatches it was right within 0.1 %.
 """
 
 _CLOSES = np.array([kind in CLOSING for kind in KINDS])
@@ -70,7 +70,8 @@ def lengthened(
 ) -> Simulation | None:
     """Extrapolates `simulation`, of rounds as `played`, to rounds of `microbatches`.
 
-    None if the rounds do not become periodic, as nearly as `alike` says. Events and memory stay those of the shorter rounds.
+    None if the rounds do not become periodic, as nearly as `alike` says. Events and memory stay
+    those of the shorter rounds.
     """
     length, period = played
     ends = _ends(simulation.program, simulation.end)
