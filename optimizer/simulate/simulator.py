@@ -112,14 +112,15 @@ def simulate_work(
     microbatches = spec.microbatches
     ranks = [stage.ranks for stage in plan.stages]
     spec = in_order_of(plan, replace(spec, links=tuple(sorted(workload.forward_bytes))))
-    span = SteadySpan.for_simulation(policy(spec))
+    rounds = 1 if rough else 2
+    span = SteadySpan.for_simulation(policy(spec), rounds)
     repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER and noise is None
     whole, most = ShortRound(microbatches, microbatches), span.minibatches
     stages = len(plan.stages)
     long = repeats and most * stages > (_LONG_IF_ROUGH if rough else QUICK_MOVES)
     for played in rounds_to_play(plan.replicas, microbatches) if long else [whole]:
         spec = replace(spec, microbatches=played.length)
-        span = SteadySpan.for_simulation(policy(spec))
+        span = SteadySpan.for_simulation(policy(spec), rounds)
         if played != whole and _WORTH * span.minibatches > most:
             continue
         if span.minibatches * stages > most_moves:
