@@ -30,7 +30,7 @@ class PlacedTrials(Trials[Trial]):
         super().__init__(request)
         self.effort = _TRIAL + _NODE * len(self.graph)
         self.bounds: dict[Division, float] = {}
-        self._played: dict[tuple[Division, tuple[int, ...]], Simulation | None] = {}
+        self._played: dict[tuple[Division, tuple[int, ...] | None], Simulation | None] = {}
         self._sums: dict[int, float] = {}
         cluster = request.cluster
         self._speeds = [cluster.device(rank).speed for rank in range(cluster.devices)]
@@ -85,7 +85,7 @@ class PlacedTrials(Trials[Trial]):
         self, division: Division, plan: DraftPlan, workload: Workload
     ) -> Simulation | None:
         """With as many minibatches in flight as memory allows, more slack may change nothing."""
-        key = division._replace(slack=1), tuple(plan.max_in_flight)
+        key = division._replace(slack=1), plan.max_in_flight
         if key not in self._played:
             simulation = simulate_work(plan, workload, QUICK_MOVES, rough=True)
             self.spent += 0 if simulation is None else len(simulation.program.op)
