@@ -91,7 +91,6 @@ class Buckets:
     ) -> None:
         """`divided`: each rank of the group gets its part of the sums alone, as `own_part` does."""
         self.parameters, self.transport, self.group = parameters, transport, group
-        self.divided = divided
         self.buckets: list[Bucket | DividedBucket] = [
             DividedBucket(parameters, names, group)
             if divided

@@ -260,9 +260,6 @@ class Executor(ForwardExecutor):
             parameters = self.weights.parameters
             part_of = None if self.sharding is None else self.sharding.gradient_part
             self.groups.sums.add_up(action.stage, gradients, parameters, self.transport, part_of)
-        if self.weights.divided is not None:
-            scattered = {n for each in self.buckets if each.divided for n in each.parameters}
-            self.weights.divided.cut(gradients, gradients.keys() - scattered)
 
     @cached_property
     def gather(self) -> Gather | None:

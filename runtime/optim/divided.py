@@ -8,7 +8,7 @@ tensors, under the names of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -39,13 +39,16 @@ class DividedParameters:
             assert own is not None
             each.data = own
 
-    def cut(self, gradients: dict[str, Tensor], names: Iterable[str]) -> None:
-        """Leaves, of the gradients of these parameters, the parts of this replica."""
-        for name in names:
-            whole = gradients.pop(name, None)
-            own = None if whole is None else own_part(whole, self.replicas, self.replica)
-            if own is not None:
-                gradients[name] = own
+    def own_gradients(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the parts of this replica of gradients, some of which are no more than that."""
+        own: dict[str, Tensor] = {}
+        for name, gradient in gradients.items():
+            if name in self.parts:
+                is_whole = gradient.shape != self.parts[name].shape
+                each = own_part(gradient, self.replicas, self.replica) if is_whole else gradient
+                assert each is not None
+                own[name] = each
+        return own
 
     def own_state(self, name: str, tensor: Tensor) -> Tensor | None:
         """Returns this replica's part of what an optimizer remembers of a parameter, in memory of

@@ -132,9 +132,13 @@ class Weights:
             self.gradients[name] = torch.empty_like(parameter.data).copy_(gradient)
 
     def take_gradients(self, divisor: int) -> dict[str, torch.Tensor]:
-        """Returns the mean gradients of the round, a sum of `divisor`; the next round begins."""
+        """Returns the mean gradients of the round, a sum of `divisor`; the next round begins. If
+        updates are divided, those of this replica's parts.
+        """
         summed, self.gradients = self.gradients, {}
         gradients = {name: summed[name] for name in self.parameters if name in summed}
+        if self.divided is not None:
+            gradients = self.divided.own_gradients(gradients)
         if divisor > 1 and gradients:
             torch._foreach_div_(list(gradients.values()), divisor)
         return gradients

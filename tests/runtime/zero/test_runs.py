@@ -10,11 +10,13 @@ from types import ModuleType
 import pytest
 import small_models
 import torch
+from job_cases import ordered
 from schedules import policy
+from sharded_runs import Case, captured
+from sharded_runs import job_of as sharded_job
 from training import losses, run_jobs, weights
 
 from pipedream.capture.export import capture
-from pipedream.graph.choices import SCHEDULES
 from pipedream.graph.run_config import AsynchronousConfig, GroupConfig, OptimizerConfig
 from pipedream.runtime.run.job import Job
 from tests.runtime.engine.test_semantics import (
@@ -46,18 +48,22 @@ def job_of(
 ) -> Job:
     """A run with the updates divided; in 15 minibatches of 4 examples and one of 3 an epoch."""
     parts = {1: ("abc",), 2: ("a", "bc"), 3: ("a", "b", "c")}[len(replicas)]
-    captured = capture(getattr(small_models, model)(), (torch.randn(4, 6),))
+    known = capture(getattr(small_models, model)(), (torch.randn(4, 6),))
     config = config_for(model, dtype, optimizer)
     least = policy(schedule, replicas).least_microbatches  # type: ignore[arg-type]
     changes = {"zero": True, "microbatches": max(least, 5)} | changes
     return Job(
-        plan_for(captured, parts, replicas),
+        plan_for(known, parts, replicas),
         config.model_copy(update=changes),
         SUPPORT,
         folder,
         schedule=schedule,  # type: ignore[arg-type]
         epochs=EPOCHS,
     )
+
+
+def divided(job: Job) -> Job:
+    return replace(job, config=job.config.model_copy(update={"zero": True}))
 
 
 def whole(job: Job) -> Job:
@@ -116,6 +122,41 @@ def test_clipped_in_groups_frozen_and_late(tmp_path: Path) -> None:
         job_of(tmp_path / "late", (2, 1), "weight-stashing", ADAM, asynchronous=late),
         job_of(tmp_path / "skip", (2, 2), nan="skip", loss_scale=8.0, model="Normed"),
     ]
+    run_jobs([each for job in jobs for each in (job, whole(job))])
+    for job in jobs:
+        assert_alike(job, whole(job))
+
+
+@pytest.mark.slow
+def test_types_and_orders(tmp_path: Path) -> None:
+    """In float32 and bfloat16, whose sums of three are added up in another order, so that bits
+    differ; and where a rank has several stages, which wait for one another's sums and parts.
+    """
+    jobs = [
+        job_of(tmp_path / "float32", (3, 1), dtype="float32"),
+        job_of(tmp_path / "bfloat16", (2, 1), dtype="bfloat16"),
+        *map(divided, ordered(tmp_path, ["interleaved"], "Skips", 2)),
+        *map(divided, ordered(tmp_path, ["zb-v"], "Tied", 2, clip_norm=0.05, microbatches=5)),
+    ]
+    run_jobs([each for job in jobs for each in (job, whole(job))])
+    for job, digits in zip(jobs, (1e-5, 0.02, 1e-12, 1e-12), strict=True):
+        assert_alike(job, whole(job), digits)
+
+
+@pytest.mark.slow
+def test_replicas_of_meshes(tmp_path: Path) -> None:
+    """Each device divides its part of the parameters with the same device of the other replicas;
+    gradients of what all devices hold are added up over all of them first.
+    """
+    alike = {"optimizer": {"name": "AdamW", "args": {"lr": 0.02}}, "evaluate_every": None}
+    cases = [
+        Case("flush", (2, 1), ((2,), None), "flush", changes={"clip_norm": 0.3}),
+        Case("stashing", (2, 2), ((2,), None), "weight-stashing", changes={"clip_norm": 0.3}),
+        Case("batch", (2,), ((2,),), "flush", values={"input 0": "S(0)"}),
+    ]
+    model = captured("Perceptron")
+    cases = [replace(case, changes=alike | {**case.changes}) for case in cases]
+    jobs = [divided(sharded_job(tmp_path, "Perceptron", case, model)) for case in cases]
     run_jobs([each for job in jobs for each in (job, whole(job))])
     for job in jobs:
         assert_alike(job, whole(job))
