@@ -215,10 +215,16 @@ class Request:
         return device_types.memory_limited or "always" in (self.recompute, self.zero)
 
     def limit(self, memory: MemoryModel, device_types: DeviceTypes) -> MemoryLimit | None:
-        """The memory limit of a stage, None where neither memory nor recomputation matters."""
+        """The memory limit of a stage, None where neither that nor recomputation nor a divided
+        state matters. On devices without a limit none is chosen to save memory.
+        """
         if not self.constrains_stages(device_types):
             return None
-        return MemoryLimit(device_types.smallest_memory, memory, self.recompute, self.zero)
+        recompute, zero = self.recompute, self.zero
+        if not device_types.memory_limited:
+            recompute = "never" if recompute == "auto" else recompute
+            zero = "never" if zero == "auto" else zero
+        return MemoryLimit(device_types.smallest_memory, memory, recompute, zero)
 
     def workers(self, memory: MemoryModel, stages: Sequence[StageOnDevices]) -> list[WorkerMemory]:
         """The memory of each stage's workers, as `worker_memory`."""
