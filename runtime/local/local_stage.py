@@ -197,7 +197,7 @@ class LocalStage:
         if self.replica != 0:
             return None
         if self.sharding is None:
-            return copied(self.saved), copied(state)
+            return copied(self.saved), copied(state) if self.divided is None else state
         model = {name: self.sharding.gathered(name, each) for name, each in self.saved.items()}
         optimizer = {
             key: self.sharding.gathered(key.rpartition("/")[0], each) for key, each in state.items()
@@ -207,7 +207,9 @@ class LocalStage:
     def _state_of_replicas(
         self, group: dist.ProcessGroup | None, place: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Returns, on the first replica, what the optimizer remembers of all parameters."""
+        """Returns, on the first replica, what the optimizer remembers of all parameters: copies if
+        it has been divided.
+        """
         state = state_tensors(self.optimizer, self.updated)
         if self.divided is None:
             return state

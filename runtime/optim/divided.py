@@ -65,13 +65,14 @@ class DividedParameters:
     def gathered(
         self, name: str, tensor: Tensor, group: dist.ProcessGroup, place: torch.device
     ) -> Tensor:
-        """Returns, on the first replica, the whole of what the optimizer remembers; the others give
-        it their parts. Called by all that have one, for the same tensors in the same order.
-        `group`: the replicas; `place`: where it sends tensors from. Raises PeerLost.
+        """Returns, on the first replica, the whole of what the optimizer remembers, in memory of
+        its own on the CPU; the others give it their parts. Called by all that have one, for the
+        same tensors in the same order. `group`: the replicas; `place`: where it sends tensors from.
+        Raises PeerLost.
         """
         own = self.parts[name]
         if tensor.shape != own.shape or not own.dim():
-            return tensor
+            return tensor.detach().cpu().clone()
         ranks, size = dist.get_process_group_ranks(group), self.whole[name].numel()
         parts = [part(size, self.replicas, replica) for replica in range(self.replicas)]
         flat, coming, going = tensor, list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
@@ -85,7 +86,7 @@ class DividedParameters:
         with lost("a replica of this stage does not answer"):
             for work in begin_messages(group, going, coming):
                 work.wait()
-        return tensor if self.replica else flat.view(self.whole[name].shape)
+        return tensor if self.replica else flat.view(self.whole[name].shape).cpu()
 
 
 def _real(tensor: Tensor) -> Tensor:
