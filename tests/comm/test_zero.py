@@ -52,7 +52,8 @@ def test_rows_hold_every_element_once_where_its_owner_finds_it(replicas: int) ->
 
 def _exchanged(rank: int, ranks: int, port: int) -> list[Any]:
     """The whole sums, by way of the parts, of tensors that are no multiple of anything, one of them
-    transposed and one complex; of one no rank has a gradient, of another the first alone.
+    transposed and one complex, and of one that is large and even; of one no rank has a gradient, of
+    another the first alone.
     """
     store = TCPStore("127.0.0.1", port, ranks, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -63,6 +64,7 @@ def _exchanged(rank: int, ranks: int, port: int) -> list[Any]:
         "complex": torch.zeros(5, dtype=torch.complex128),
         "nobody's": torch.zeros(4, dtype=torch.float64),
         "first's": torch.zeros(2, 2, dtype=torch.float64),
+        "large": torch.zeros(300, 240, dtype=torch.float64),
     }
     parameters = {name: each.requires_grad_() for name, each in parameters.items()}
     group = dist.group.WORLD
@@ -71,16 +73,16 @@ def _exchanged(rank: int, ranks: int, port: int) -> list[Any]:
     buckets = Buckets(parameters, transport, group, most_bytes=100, divided=True)
     gather = Gather(parameters, transport, group, most_bytes=100)
     for turn in (1, 2):
-        gradients = _gradients(parameters, rank, turn)
+        gradients, parts = _gradients(parameters, rank, turn), dict[str, Tensor]()
         buckets.finish(gradients)
         for name, parameter in parameters.items():
             with torch.no_grad():
                 parameter.fill_(-1.0)
             own = own_part(parameter.data, ranks, rank)
             assert (own is None or name == "nobody's") == (name not in gradients)
-            if own is not None and name not in gradients:
-                gradients[name] = torch.full_like(own, -1.0)
-        gather.run(gradients)
+            if own is not None:
+                parts[name] = own.copy_(gradients.get(name, own))
+        gather.run(parts)
     dist.destroy_process_group()
     return [each.detach().numpy() for each in parameters.values()]
 
@@ -100,7 +102,7 @@ def _gradients(parameters: dict[str, Tensor], rank: int, turn: int) -> dict[str,
 def test_sums_of_parts_gathered_are_the_sums(ranks: int) -> None:
     for found in run_processes(_exchanged, ranks, free_port()):
         shapes = {"scalar": (), "odd": (7,), "turned": (5, 3), "complex": (5,)}
-        shapes |= {"nobody's": (4,), "first's": (2, 2)}
+        shapes |= {"nobody's": (4,), "first's": (2, 2), "large": (300, 240)}
         like = {
             name: torch.zeros(shape, dtype=torch.complex128 if name == "complex" else torch.float64)
             for name, shape in shapes.items()
