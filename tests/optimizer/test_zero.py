@@ -18,12 +18,14 @@ from pipedream.graph.choices import SCHEDULES
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
+from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.choose.ordered import best_ordered_plan
 from pipedream.optimizer.choose.placed_trials import PlacedTrials
 from pipedream.optimizer.cost.models import NetworkCost, PaperCost
 from pipedream.optimizer.cost.stages import Rules
+from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.closed_form import ClosedForm
@@ -165,6 +167,7 @@ def test_the_bound_holds_and_no_stage_holds_more_than_it_may(graph, devices, sch
         optimizer="adam",
         microbatches=8,
         update_rate=rate,
+        overheads=TrainingOverheads({}),
         zero="auto",
     )
     divisions = list(every_division(request.planning, devices))
@@ -181,3 +184,21 @@ def test_the_bound_holds_and_no_stage_holds_more_than_it_may(graph, devices, sch
         assert bound <= trial.seconds * (1 + 1e-9) < inf
         assert all(stage.memory_bytes <= limited.memory for stage in trial.plan.stages)
         assert all(stage.replicas > 1 for stage in trial.plan.stages if stage.zero)
+
+
+@pytest.mark.parametrize("latency", [None, Latency(400)])
+def test_replicas_on_all_levels_divide_the_state(make_graph, latency):
+    """The whole model on 2 x 2 devices needs 3.6 kB with a quarter of the state, with half 4.2."""
+    graph = make_graph("a b", "a-b", a=(40, 10, 600), b=(20, 10, 600))
+    cluster = Cluster(machines=(2, 2), bandwidth=(1e9, 1e9))
+    request = Request(
+        *(graph, cluster, PaperCost(), "flush"),
+        latency=latency,
+        memory=3900,
+        optimizer="adam",
+        zero="auto",
+    )
+    (stage,) = optimize(request).plan.stages
+    assert (stage.replicas, stage.zero) == (4, True)
+    assert stage.memory.optimizer_state == 600
+    assert len(optimize(replace(request, zero="never")).plan.stages) == 2
