@@ -1,8 +1,8 @@
 """What do replicas gain that divide the optimizer's state (ZeRO-1), and what does it cost them?
 
-`python scripts/bench/zero.py` trains a wide network with Adam on two replicas, whole and divided in
-turns (`turns`), and prints of each the seconds of an update with its exchange, of waiting for the
-sums, and of a minibatch, and the bytes of the optimizer's state and of the process.
+`python scripts/bench/fitting/zero.py` trains a wide network with Adam on two replicas, whole
+and divided in turns (`turns`), and prints of each the seconds of an update with its exchange, of
+waiting for the sums, and of a minibatch, and the bytes of the optimizer's state and of the process.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from turns import take_turns
 
 from pipedream.graph.measured_run import read_measured
 
@@ -54,6 +54,12 @@ CONFIG = {
 }
 
 
+def take_turns() -> Any:
+    """Returns what `turns` beside this folder has."""
+    sys.path.append(str(SCRIPTS.parent))
+    return import_module("turns").take_turns
+
+
 def command(name: str, *arguments: object) -> list[object]:
     return [Path(sys.executable).with_name(name), *arguments]
 
@@ -75,7 +81,7 @@ def main() -> None:
             runs.append(command("pd-train", plan / "plan.json", *done))
         for step in steps:
             subprocess.run(list(map(str, step)), check=True, stdout=subprocess.DEVNULL)
-        take_turns(runs)
+        take_turns()(runs)
         show(folder)
 
 
