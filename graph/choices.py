@@ -32,6 +32,10 @@ OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 
 Recompute: TypeAlias = Literal["never", "auto", "always"]
 
+Zero: TypeAlias = Literal["never", "auto", "always"]
+"""Whether the replicas of a stage divide the optimizer's state among them (ZeRO-1): auto where a
+stage would not fit otherwise."""
+
 InFlight: TypeAlias = Literal["useful", "least"]
 """Minibatches in flight: as many as still raise the throughput, or PipeDream's number."""
 

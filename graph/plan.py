@@ -20,6 +20,7 @@ from pipedream.graph.choices import (
     OptimizerName,
     Recompute,
     ScheduleName,
+    Zero,
 )
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import write_whole
@@ -152,6 +153,10 @@ class Stage(ArtifactModel):
     recompute: bool = False
     """Whether the forward pass runs again before the backward pass, so that only what the stage has
     received is kept in between.
+    """
+    zero: bool = False
+    """Whether the replicas divide the optimizer's state among them (ZeRO-1): each updates a part of
+    the parameters, and receives the others.
     """
 
     @property
@@ -288,6 +293,7 @@ class PlanningOptions(ArtifactModel):
     memory: str | None = None
     room: str | None = None
     recompute: Recompute = "auto"
+    zero: Zero = "auto"
     straight: bool = False
     fewer_machines: bool = False
     activation_compression: float | None = None

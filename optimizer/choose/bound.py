@@ -79,12 +79,17 @@ def lower_bound(request: Request) -> float:
         kinds=cluster.kinds,
         machine_kinds=tuple(kind for kind in cluster.machine_kinds for _ in range(inner)),
     )
+    update_rate = request.update_rate
+    if request.zero != "never" and request.constrains_stages(request.device_types):
+        update_rate *= cluster.devices  # each may update a part of the parameters
     relaxed = replace(
         request,
+        update_rate=update_rate,
         cluster=flat,
         model=RelaxedCost.of(cluster),
         memory=None,
         recompute="never",
+        zero="never",
         latency=None,
         schedule="flush" if in_rounds else "weight-stashing",
         microbatches=microbatches if in_rounds else None,

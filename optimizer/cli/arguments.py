@@ -194,6 +194,11 @@ GROUPS = {
             " --memory would not hold otherwise.",
         ),
         option(
+            "--zero",
+            "Divide the optimizer's state among the replicas of a stage (ZeRO-1); auto: only in"
+            " stages that --memory would not hold otherwise.",
+        ),
+        option(
             "--in-flight",
             "Minibatches between forward and backward: as many as keep the pace and fit, or"
             " PipeDream's number, with less memory and fresher weights.",

@@ -26,6 +26,7 @@ from pipedream.graph.choices import (
     OptimizerName,
     Recompute,
     ScheduleName,
+    Zero,
 )
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Options:
     optimizer: OptimizerName = "adam"
     weight_prediction: bool = False
     recompute: Recompute = "auto"
+    zero: Zero = "auto"
     in_flight: InFlight = "useful"
 
     mesh: str | None = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipedream.graph.choices import DEFAULT_ORDER, IntraOp, ScheduleName
+from pipedream.graph.choices import DEFAULT_ORDER, IntraOp, ScheduleName, Zero
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import OperatorProfile
@@ -203,6 +203,7 @@ def make_task(options: Options) -> Task:
         latency=latency,
         optimizer=options.optimizer,
         recompute=options.recompute,
+        zero=_zero(options),
         in_flight=options.in_flight,
         update_rate=rate or rates.get(options.optimizer, UPDATE_RATE),
         overheads=overheads,
@@ -245,6 +246,18 @@ def _room(options: Options, profile: Profile | None) -> float:
     if options.room is not None:
         return 0.0 if options.room == "0" else bytes_of("--room", options.room)
     return 0.0 if profile is None or profile.machine.device == "cpu" else ROOM_ON_GPU
+
+
+def _zero(options: Options) -> Zero:
+    """Returns whether replicas may divide the optimizer's state. Raises UserError."""
+    if not options.weight_prediction:
+        return options.zero
+    if options.zero == "always":
+        raise UserError(
+            "--zero always: replicas that divide updates know the last step of their parts alone,"
+            " and weight prediction needs all of it: leave --weight-prediction or --zero out"
+        )
+    return "never"
 
 
 def _check_room(request: Request) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipedream.graph.choices import MICROBATCHES, OptimizerName, ScheduleName
 from pipedream.graph.plan import StageMemory
 from pipedream.optimizer.cuts.downsets import Cuts, States
-from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
+from pipedream.optimizer.cuts.planning_graph import Floats, Ints, PlanningGraph
 from pipedream.schedule.policy import Peak, Policy, policy, uniform_updates
 from pipedream.schedule.spec import PipelineSpec
 
@@ -66,13 +66,17 @@ class TrainingSettings:
         return self.policy(replicas, in_flight).peak(0)
 
 
+StateParts: TypeAlias = int | Ints
+"""Replicas that divide the optimizer's state; for each of several stages, or the same for all."""
+
+
 class _Copies(NamedTuple):
     """How often a worker holds the parameters once more, as older versions and as the optimizer's
     state, and what a minibatch saves and receives, besides what a backward pass holds.
     """
 
     older: int
-    state: int
+    state: Floats | float
     saved: int
     received: int
 
@@ -104,13 +108,17 @@ class MemoryModel:
         moments = range(max(moment) + 1)
         return np.array([self.cuts.sum(np.where(moment == m, values, 0.0)) for m in moments])
 
-    def total(self, start: int, ends: States, peak: Peak, recompute: bool) -> Floats:
-        """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
+    def total(
+        self, start: int, ends: States, peak: Peak, recompute: bool, parts: StateParts = 1
+    ) -> Floats:
+        """Bytes of the stages from `start` to each of `ends`, with `peak` in flight; `parts`: among
+        how many replicas the optimizer's state is divided.
+        """
         if self._last[0] != start:  # a search asks for one start many times in a row
             varying = np.asarray(sum(self._varying_parts(start, slice(None)))).max(axis=0)
             self._last = start, (*self._amounts(start, slice(None)), varying)
         parameters, saved, received, sent, varying = self._last[1]
-        copies = self._copies(peak, recompute)
+        copies = self._copies(peak, recompute, parts)
         return np.asarray(
             (1 + copies.older + copies.state) * parameters[ends]
             + copies.saved * saved[ends]
@@ -119,8 +127,10 @@ class MemoryModel:
             + varying[ends]
         )
 
-    def of(self, start: int, end: int, peak: Peak, recompute: bool) -> StageMemory:
-        """The items of one stage.
+    def of(
+        self, start: int, end: int, peak: Peak, recompute: bool, parts: StateParts = 1
+    ) -> StageMemory:
+        """The items of one stage; see `total`.
 
         Gradients last from a backward pass to its update; with schedules that make one update per
         several minibatches, for the whole round. Each minibatch in flight keeps what the stage
@@ -129,10 +139,10 @@ class MemoryModel:
         """
         ends = slice(end, end + 1)
         parameters, saved, received, sent = self._amounts(start, ends)
-        copies = self._copies(peak, recompute)
-        parts = self._varying_parts(start, ends)
-        at = np.asarray(sum(parts)).argmax(axis=0)[None]
-        oldest, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
+        copies = self._copies(peak, recompute, parts)
+        varying = self._varying_parts(start, ends)
+        at = np.asarray(sum(varying)).argmax(axis=0)[None]
+        oldest, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in varying)
         items = {
             "parameters": parameters,
             "weight_versions": copies.older * parameters,
@@ -154,11 +164,11 @@ class MemoryModel:
             self.cuts.bytes_across[ends],
         )
 
-    def _copies(self, peak: Peak, recompute: bool) -> _Copies:
+    def _copies(self, peak: Peak, recompute: bool, parts: StateParts) -> _Copies:
         predicting = self.settings.weight_prediction and peak.in_flight > 1
         return _Copies(
             older=peak.in_flight if predicting else peak.versions - 1,
-            state=STATES[self.settings.optimizer] + predicting,
+            state=STATES[self.settings.optimizer] / parts + predicting,
             saved=0 if recompute else peak.in_flight - 1,
             received=peak.in_flight + 1,
         )

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedream.graph.choices import Recompute
+from pipedream.graph.choices import Recompute, Zero
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import WorstDevice
-from pipedream.optimizer.cost.memory import MemoryModel
+from pipedream.optimizer.cost.memory import MemoryModel, StateParts
 from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
@@ -43,15 +43,19 @@ class StageCost(Protocol):
     """Costs of the stages from cut `start` to each of `ends`; infinite if not allowed.
 
     `downstream_workers` is the number of workers of later stages per worker of this one, rounded
-    up. It determines how many minibatches the stage has in flight.
+    up. It determines how many minibatches the stage has in flight. `replicas` is the number of
+    those of the stage on all levels, where the cost on a device depends on it.
     """
 
     depends_on_downstream: bool
+    depends_on_replicas: bool
 
     def on(self, device: WorstDevice) -> StageCost:
         """The same question for stages whose worst device is `device`."""
 
-    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
+    def on_device(
+        self, start: int, ends: States, downstream_workers: int, replicas: int = 1
+    ) -> Floats:
         """[end]: the cost on one device."""
 
     def price(self, inner: Floats, shares: Iterable[LevelShare]) -> Floats:
@@ -70,31 +74,49 @@ class MemoryLimit:
     """The `bytes` of each device, the memory model of stages, and the recomputation allowed.
 
     `recompute`: never; in stages that would not fit otherwise (auto); always in all stages but the
-    last, whose backward pass follows its forward pass at once (except with gpipe).
+    last, whose backward pass follows its forward pass at once (except with gpipe). `zero`: whether
+    replicas divide the optimizer's state among them, likewise; that costs less than recomputation,
+    and comes before it.
     """
 
     bytes: float
     memory: MemoryModel
     recompute: Recompute = "never"
+    zero: Zero = "never"
 
     def on(self, device: WorstDevice) -> MemoryLimit:
         """The limit with the memory of this device."""
         return replace(self, bytes=device.memory)
 
-    def fits(self, start: int, ends: States, peak: Peak, recompute: bool) -> Bools:
-        return self.memory.total(start, ends, peak, recompute) <= self.bytes
+    def fits(
+        self, start: int, ends: States, peak: Peak, recompute: bool, parts: StateParts = 1
+    ) -> Bools:
+        return self.memory.total(start, ends, peak, recompute, parts) <= self.bytes
 
-    def choose(self, start: int, ends: States, peak: Peak, last: bool) -> tuple[Bools, Bools]:
+    def state_parts(
+        self, start: int, ends: States, peak: Peak, last: bool, replicas: int
+    ) -> StateParts:
+        """For each stage of so many replicas, among how many the optimizer's state is divided."""
+        if replicas == 1 or self.zero == "never":
+            return 1
+        if self.zero == "always":
+            return replicas
+        fits = self.fits(start, ends, peak, self.recompute == "always" and not last)
+        return np.where(fits, 1, replicas)
+
+    def choose(
+        self, start: int, ends: States, peak: Peak, last: bool, parts: StateParts = 1
+    ) -> tuple[Bools, Bools]:
         """For each stage whether it fits at all, and whether it recomputes.
 
-        `last`: the stages end the pipeline.
+        `last`: the stages end the pipeline. `parts`: as by `state_parts`.
         """
         allowed = not last and self.recompute != "never"
         plain = not (allowed and self.recompute == "always")
-        fits = self.fits(start, ends, peak, recompute=not plain)
+        fits = self.fits(start, ends, peak, not plain, parts)
         if not (allowed and plain) or fits.all():
             return fits, np.full_like(fits, not plain)
-        return fits | self.fits(start, ends, peak, recompute=True), ~fits
+        return fits | self.fits(start, ends, peak, True, parts), ~fits
 
 
 class Priced(ABC):
@@ -103,7 +125,7 @@ class Priced(ABC):
     `bytes_across[state]` crosses the state's cut.
     """
 
-    depends_on_downstream = False
+    depends_on_downstream = depends_on_replicas = False
 
     def __init__(self, cluster: Cluster, model: CostModel, bytes_across: Floats) -> None:
         self.model = model
@@ -166,6 +188,7 @@ class Replication(Priced):
         self.limit = limit
         self.working = working
         self.depends_on_downstream = limit is not None
+        self.depends_on_replicas = limit is not None and limit.zero != "never"
 
     def on(self, device: WorstDevice) -> Self:
         moved = super().on(device)
@@ -176,13 +199,17 @@ class Replication(Priced):
         parameters: Floats = self.cuts.parameter_bytes[ends] - self.cuts.parameter_bytes[start]
         return parameters
 
-    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
+    def on_device(
+        self, start: int, ends: States, downstream_workers: int, replicas: int = 1
+    ) -> Floats:
         seconds: Floats = np.maximum(self.cuts.seconds[ends] - self.cuts.seconds[start], 0.0)
         if self.working:
             seconds[self.cuts.working[ends] == self.cuts.working[start]] = np.inf
         if self.limit is not None:
             peak = self.limit.memory.settings.peak(downstream_workers)
-            fits, recompute = self.limit.choose(start, ends, peak, last=not downstream_workers)
+            last = not downstream_workers
+            parts = self.limit.state_parts(start, ends, peak, last, replicas)
+            fits, recompute = self.limit.choose(start, ends, peak, last, parts)
             forward = self.cuts.forward_seconds
             seconds = seconds + np.where(recompute, forward[ends] - forward[start], 0.0)
             seconds[~fits] = np.inf
@@ -197,9 +224,11 @@ class LeastMemory:
 
     depends_on_downstream = True
 
-    def __init__(self, memory: MemoryModel, recompute: bool, reference: float = 1.0) -> None:
+    def __init__(
+        self, memory: MemoryModel, recompute: bool, reference: float = 1.0, zero: bool = False
+    ) -> None:
         self.memory = memory
-        self.recompute = recompute
+        self.recompute, self.depends_on_replicas = recompute, zero
         self.reference = reference
         self.device_bytes = reference
 
@@ -208,10 +237,13 @@ class LeastMemory:
         moved.device_bytes = device.memory
         return moved
 
-    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
+    def on_device(
+        self, start: int, ends: States, downstream_workers: int, replicas: int = 1
+    ) -> Floats:
         recompute = self.recompute and downstream_workers > 0
         peak = self.memory.settings.peak(downstream_workers)
-        needed = self.memory.total(start, ends, peak, recompute)
+        parts = replicas if self.depends_on_replicas else 1
+        needed = self.memory.total(start, ends, peak, recompute, parts)
         if self.device_bytes == self.reference:
             return needed
         return needed * (self.reference / self.device_bytes)

@@ -113,6 +113,9 @@ def _memory_table(outcome: Outcome) -> Table:
     measured = "as measured" if outcome.measured else "assumed to be the nodes' outputs"
     recomputing = [str(stage.stage) for stage in plan.stages if stage.recompute]
     note = f" Forward pass recomputed: stage {', '.join(recomputing)}." if recomputing else ""
+    divided = [str(stage.stage) for stage in plan.stages if stage.zero]
+    if divided:
+        note += f" Replicas divide the optimizer's state (ZeRO-1): stage {', '.join(divided)}."
     if outcome.rank_bytes is not None:
         note += f" A rank holds up to {show_bytes(outcome.rank_bytes)} at once, of all its stages."
     if outcome.room:

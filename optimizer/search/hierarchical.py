@@ -41,12 +41,14 @@ _OUTER_BUDGET, _INNER_BUDGET = 4e9, 3e11
 
 class _Subproblem(NamedTuple):
     """Planning inside one component of `level` whose worst device is `device`, with this many
-    workers of later stages per component, rounded up.
+    workers of later stages per component, rounded up. `replicas`: so many components do the same,
+    if the cost depends on that; else 1.
     """
 
     level: int
     downstream_workers: int
     device: WorstDevice
+    replicas: int = 1
 
 
 class _Remaining(NamedTuple):
@@ -153,7 +155,8 @@ class Search:
         """[used, end]: the best cost in this subproblem of the pieces that begin at `start`."""
         if subproblem.level == 0:
             cost = self._on[subproblem.device]
-            return cost.on_device(start, ends, subproblem.downstream_workers)[None]
+            given = subproblem.downstream_workers, subproblem.replicas
+            return cost.on_device(start, ends, *given)[None]
         if subproblem not in self._tables:
             self._tables[subproblem] = self._by_devices(subproblem, self._pipelines(subproblem)[1])
         return self._tables[subproblem][:, start, ends]
@@ -221,7 +224,9 @@ class Search:
         stops = np.arange(len(self.cuts))[self.cuts.after(start, end)]
         if self.limit == inf:
             return stops
-        alone = np.min([cost.on_device(start, stops, 0) for cost in self._on.values()], axis=0)
+        most = self.devices[-1]  # replicas: of the stages with fewest bytes on each
+        asked = (cost.on_device(start, stops, 0, most) for cost in self._on.values())
+        alone = np.min(list(asked), axis=0)
         shared = alone / self.devices[subproblem.level]  # by all that a stage may have
         within: Ints = stops[shared <= self._limits(subproblem.level, start, stops)]
         return within
@@ -254,7 +259,7 @@ class Search:
         if not allocations:
             return
         cases = [
-            (allocation, _Subproblem(subproblem.level - 1, downstream_workers, allocation.device))
+            (allocation, self._within(subproblem, allocation, downstream_workers))
             for allocation in allocations
             for row in allocation.downstream
             for downstream_workers in row
@@ -274,6 +279,16 @@ class Search:
             rows = cost[position : position + prod(shape)]
             yield allocation, rows.reshape(*shape, -1)
             position += len(rows)
+
+    def _within(
+        self, subproblem: _Subproblem, allocation: _Allocation, downstream_workers: int
+    ) -> _Subproblem:
+        """Returns planning inside each component of the allocation."""
+        replicas = 1
+        if self.cost.depends_on_replicas:
+            replicas = subproblem.replicas * allocation.replicas
+        level = subproblem.level - 1
+        return _Subproblem(level, downstream_workers, allocation.device, replicas)
 
     def _allocations(self, subproblem: _Subproblem, first: bool) -> list[_Allocation]:
         """Every number of components, and of devices in each, for a stage."""
@@ -345,7 +360,7 @@ class Search:
             share = Share(subproblem.level, start, stop, offset, replicas, not offset, chosen)
             m, w = allocation.at(behind)
             downstream = allocation.downstream[m][w]
-            inner = _Subproblem(subproblem.level - 1, downstream, allocation.device)
+            inner = self._within(subproblem, allocation, downstream)
             inside = float(self._inside(inner, start, slice(stop, stop + 1))[allocation.used, 0])
             for stage in self._unfold(inner, (start, stop), allocation.used, inside):
                 yield NestedStage((*stage.shares, share))
@@ -428,19 +443,23 @@ def _reach(rows):  # type: ignore[no-untyped-def]
     return reach
 
 
-def affordable(machines: Sequence[int], device_types: DeviceTypes) -> int:
+def affordable(
+    machines: Sequence[int], device_types: DeviceTypes, by_replicas: bool = False
+) -> int:
     """How many cuts `Search` can handle in about half a minute, at most 20,000.
 
     A memory limit needs a table of each inner level for every number of downstream workers, about
-    as many as there are components outside it; device types need one per distinct worst device.
+    as many as there are components outside it, and as often for every number of replicas if the
+    cost depends on that; device types need one per distinct worst device.
     """
     allocations = [count * (count + 3) / 2 for count in machines[:-1]]
     outermost = prod((count + 1) * (count + 2) / 2 for count in device_types.counts) - 1
     cuts = min(20_000, (_OUTER_BUDGET / outermost) ** (1 / 2))
     distinct = len(device_types.distinct)
+    outside = [prod(machines[level + 1 :]) for level in range(len(machines) - 1)]
     tables = [
-        distinct * (prod(machines[level + 1 :]) if device_types.memory_limited else 1)
-        for level in range(len(machines) - 1)
+        distinct * (count ** (1 + by_replicas) if device_types.memory_limited else 1)
+        for count in outside
     ]
     inner = sum(map(mul, allocations, tables))
     return int(min(cuts, (_INNER_BUDGET / inner) ** (1 / 3)) if inner else cuts)

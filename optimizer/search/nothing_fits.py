@@ -70,7 +70,12 @@ def _message(memory: MemoryModel, request: Request) -> str:
             " gpipe or 2bw, or untie the weights"
         )
     # The least memory: as much recomputation as the user allows.
-    limit = MemoryLimit(0.0, memory, "always" if allowed else "never")
+    limit = MemoryLimit(
+        0.0,
+        memory,
+        "always" if allowed else "never",
+        "never" if request.zero == "never" else "always",
+    )
     workers = worker_memory(memory, limit, closest.stages, request.device_types)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     room = request.room
@@ -79,7 +84,7 @@ def _message(memory: MemoryModel, request: Request) -> str:
         lacking, remedies = "--memory", [f"give at least --memory {_round_up(needed)}"]
     else:
         lacking, remedies = "memory of the cluster's kinds:", ["devices with more"]
-    remedies += _remedies(memory, request)
+    remedies += [*_dividing(memory, request), *_remedies(memory, request)]
     help = ", ".join(remedies[:-1]) + " or " + remedies[-1] if remedies[1:] else remedies[0]
     return (
         f"{lacking} {show_bytes(has)}: no plan fits; the closest needs"
@@ -108,12 +113,14 @@ def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution |
     had what the smallest has.
     """
     machines, types = request.cluster.machines, request.device_types
+    divides = request.zero != "never"
     if request.latency is None:
-        cost = LeastMemory(memory, recompute, types.smallest_memory)
+        cost = LeastMemory(memory, recompute, types.smallest_memory, divides)
         return Search(memory.cuts, machines, cost, request.rules, types).best()
 
     def cost_of(cuts: Cuts) -> LeastMemory:
-        return LeastMemory(MemoryModel(cuts, memory.settings), recompute, types.smallest_memory)
+        least = MemoryModel(cuts, memory.settings)
+        return LeastMemory(least, recompute, types.smallest_memory, divides)
 
     fill_order = build_fill_order(machines, types, request.rules, with_downstream=True)
     goal = Latency(FULLEST)
@@ -124,8 +131,8 @@ def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution |
 def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
     """What would make a plan fit, each tried by planning."""
     graph, settings, allowed = memory.cuts.graph, memory.settings, request.recompute != "never"
-    cuts = memory.cuts if len(memory.cuts) <= _FEW else request.allowed_cuts(prefixes(graph, _FEW))
-    memory = MemoryModel(cuts, settings)
+    memory = _over_few(memory, request)
+    cuts = memory.cuts
 
     def helps(memory: MemoryModel, request: Request, recompute: bool) -> bool:
         best = _least(memory, request, recompute)
@@ -157,6 +164,23 @@ def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
         if helps(smaller, request, allowed):
             yield f"a profile with {name} the batch"
             break
+
+
+def _dividing(memory: MemoryModel, request: Request) -> Iterator[str]:
+    """As `_remedies`: whether it helps to divide the optimizer's state."""
+    if request.zero == "never" and not request.weight_prediction:
+        divided = replace(request, zero="auto")
+        best = _least(_over_few(memory, request), divided, request.recompute != "never")
+        if best is not None and best.cost <= request.device_types.smallest_memory:
+            yield "--zero auto"
+
+
+def _over_few(memory: MemoryModel, request: Request) -> MemoryModel:
+    """The same over no more than a few cuts."""
+    if len(memory.cuts) <= _FEW:
+        return memory
+    cuts = request.allowed_cuts(prefixes(memory.cuts.graph, _FEW))
+    return MemoryModel(cuts, memory.settings)
 
 
 def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:

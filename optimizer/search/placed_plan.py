@@ -110,6 +110,7 @@ def _stages(
             compute_seconds=compute_seconds(graph, inside, worker.recompute) / worker.device.speed,
             parameter_bytes=float(graph.parameter_bytes[list(inside)].sum()),
             recompute=worker.recompute,
+            zero=worker.zero,
             **_memory_fields(worker),
         )
         for position, (stage, inside, worker) in enumerate(zip(placed, nodes, workers, strict=True))

@@ -125,7 +125,7 @@ def plan_throughput(request: Request, most_cuts: int | None) -> Outcome:
     """
     graph, types = request.planning, request.device_types
     limit = most_cuts or min(
-        affordable(request.cluster.machines, types),
+        affordable(request.cluster.machines, types, request.zero != "never"),
         int((_WORDS * 64 / len(graph)) ** 0.5),
     )
     listed = most_cuts or max(limit, int(min(_MOST_LISTED, _LISTED / len(graph))))

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from pipedream.graph.choices import MICROBATCHES, InFlight, OptimizerName, Recompute, ScheduleName
+from pipedream.graph.choices import (
+    MICROBATCHES,
+    InFlight,
+    OptimizerName,
+    Recompute,
+    ScheduleName,
+    Zero,
+)
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
@@ -85,6 +92,7 @@ class Request:
       the batch of `latency`, or else the default;
     - `footprints`: memory of the graph's nodes; without them each node keeps its outputs;
     - `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and fit;
+    - `zero`: whether the replicas of a stage divide the optimizer's state;
     - `update_rate`: bytes of parameters that the optimizer updates per second;
     - `overheads`: measured costs of training besides its nodes, where the profile has them;
     - `order`: of the passes on a rank, and `stages_each`: stages of a rank, None for the best;
@@ -104,6 +112,7 @@ class Request:
     latency: Latency | None = None
     optimizer: OptimizerName = "sgd"
     recompute: Recompute = "auto"
+    zero: Zero = "never"
     footprints: Mapping[str, Footprint] | None = None
     microbatches: int | None = None
     weight_prediction: bool = False
@@ -202,14 +211,20 @@ class Request:
         return MemoryModel(cuts, self.settings)
 
     def constrains_stages(self, device_types: DeviceTypes) -> bool:
-        """Whether memory or recomputation restricts or changes stages."""
-        return device_types.memory_limited or self.recompute == "always"
+        """Whether memory, recomputation or a divided state restricts or changes stages."""
+        return device_types.memory_limited or "always" in (self.recompute, self.zero)
 
     def limit(self, memory: MemoryModel, device_types: DeviceTypes) -> MemoryLimit | None:
-        """The memory limit of a stage, None where neither memory nor recomputation matters."""
+        """The memory limit of a stage, None where neither that nor recomputation nor a divided
+        state matters. On devices without a limit none is chosen to save memory.
+        """
         if not self.constrains_stages(device_types):
             return None
-        return MemoryLimit(device_types.smallest_memory, memory, self.recompute)
+        recompute, zero = self.recompute, self.zero
+        if not device_types.memory_limited:
+            recompute = "never" if recompute == "auto" else recompute
+            zero = "never" if zero == "auto" else zero
+        return MemoryLimit(device_types.smallest_memory, memory, recompute, zero)
 
     def workers(self, memory: MemoryModel, stages: Sequence[StageOnDevices]) -> list[WorkerMemory]:
         """The memory of each stage's workers, as `worker_memory`."""

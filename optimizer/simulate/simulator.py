@@ -33,7 +33,7 @@ from pipedream.optimizer.simulate.long_rounds import (
 from pipedream.optimizer.simulate.play import Ranks, play
 from pipedream.optimizer.simulate.program import KINDS, Program, program_of
 from pipedream.optimizer.simulate.simulation import Simulation
-from pipedream.optimizer.simulate.sums import parts_of, pass_with_sums
+from pipedream.optimizer.simulate.sums import gather_seconds, parts_of, pass_with_sums
 from pipedream.optimizer.simulate.traffic import Traffic
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, StageWork, Workload
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Worker
@@ -200,6 +200,10 @@ def play_program(
         parts = parts_of(workload.stages[stage], ranks[stage], network)
         closing[stage] = pass_with_sums(alone, parts)
         seconds[last] += closing[stage].seconds - alone
+    for stage, work in enumerate(workload.stages):
+        if work.gathered_bytes:
+            gathering = gather_seconds(work, ranks[stage], network)
+            seconds[program.updates_of(stage)] += gathering
     traffic = Traffic(program, workload, network, ranks)
     items, sums, streams = traffic.played(numbers, closing)
     if noise is not None:

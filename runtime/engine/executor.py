@@ -13,6 +13,7 @@ from torch import Tensor
 from pipedream.capture.programs.loss_end import LOSS, Target
 from pipedream.comm.buckets import Buckets
 from pipedream.comm.stage_groups import StageGroups
+from pipedream.comm.zero.gather import Gather
 from pipedream.graph.errors import UserError
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, Tensors, computing
 from pipedream.runtime.engine.minibatch_state import MinibatchState, Recomputation
@@ -261,6 +262,15 @@ class Executor(ForwardExecutor):
             self.groups.sums.add_up(action.stage, gradients, parameters, self.transport, part_of)
 
     @cached_property
+    def gather(self) -> Gather | None:
+        """What makes the parameters whole after an update, if replicas divide them."""
+        if self.weights.divided is None:
+            return None
+        assert self.groups.replicas is not None
+        parameters = {n: each for n, each in self.weights.parameters.items() if each.requires_grad}
+        return Gather(parameters, self.transport, self.groups.replicas)
+
+    @cached_property
     def buckets(self) -> tuple[Buckets, ...]:
         """For each group of ranks that add up gradients, of those it adds up."""
         partial = {} if self.sharding is None else self.sharding.partial
@@ -270,7 +280,12 @@ class Executor(ForwardExecutor):
                 by_axes.setdefault(partial.get(name, ()), {})[name] = parameter
         groups = {axes: self.groups.adding_up(axes) for axes in by_axes}
         return tuple(
-            Buckets(by_axes[axes], self.transport, group)
+            Buckets(
+                by_axes[axes],
+                self.transport,
+                group,
+                divided=self.weights.divided is not None and group is self.groups.replicas,
+            )
             for axes, group in groups.items()
             if group is not None
         )
@@ -281,5 +296,7 @@ class Executor(ForwardExecutor):
 
     def _update(self, action: Action) -> None:
         updates = -(-action.divisor // self.per_update)
-        number = self.base + action.version
+        number, divided = self.base + action.version, self.weights.divided
         self.stepping.update(action.stage, number, self.weights, action.divisor, updates)
+        if divided is not None and self.gather is not None:
+            self.gather.run(divided.parts)

@@ -142,12 +142,18 @@ class Job:
         optimizer, momentum = self.config.optimizer, self.config.asynchronous.nesterov
         return optimizer if momentum is None else nesterov_form(optimizer, momentum)
 
+    def divides_updates(self, stage: int) -> bool:
+        """Returns whether the replicas of a stage divide the optimizer's state among them."""
+        planned, asked = self.plan.stages[stage], self.config.zero
+        return planned.replicas > 1 and (planned.zero if asked is None else asked)
+
     def check(self) -> None:
         """Makes the run's folder. Raises UserError if the job is impossible."""
         self.check_order()
         self.check_recordings()
         self.check_microbatches()
         self.check_asynchronous()
+        self.check_zero()
         self.check_scheduler()
         self.check_evaluation()
         self.check_scale()
@@ -205,6 +211,21 @@ class Job:
                 f"is {self.schedule}: remove it, or train with --schedule weight-stashing"
             )
         _ = self.optimizer
+
+    def check_zero(self) -> None:
+        """Raises UserError where the optimizer's state cannot be divided over replicas."""
+        divided = [each for each in self.plan.stages if self.divides_updates(each.stage)]
+        if not divided:
+            return
+        why, optimizer = None, self.optimizer.not_elementwise
+        if optimizer is not None:
+            why = f"replicas update parts of parameters, and {optimizer} may have to see whole ones"
+        elif self.config.asynchronous.weight_prediction:
+            why = "replicas know the last step of parts alone, and weight_prediction needs all"
+        elif any(tuple(sorted(stage.ranks)) != stage.ranks for stage in divided):
+            why = "the plan does not have the ranks of each stage in ascending order"
+        if why is not None:
+            raise UserError(f"zero: {why}: write zero: false in the run config")
 
     def check_scheduler(self) -> None:
         """Raises UserError if it needs held-out data that are not evaluated between epochs."""

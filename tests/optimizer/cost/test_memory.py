@@ -161,3 +161,35 @@ def test_predicted_weights_stand_beside_the_newest_and_the_last_step(graph):
     assert (found["weight_versions"], found["optimizer_state"]) == (3 * 11, 2 * 11)
     found = items(held, 0, 2, 1)
     assert (found["weight_versions"], found["optimizer_state"]) == (0, 11)
+
+
+def test_replicas_divide_the_optimizers_state_and_nothing_else(graph):
+    held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
+    plain, divided = held.of(0, 2, Peak(3, 3), False), held.of(0, 2, Peak(3, 3), False, 4)
+    assert divided == plain.model_copy(update={"optimizer_state": 2 * 11 / 4})
+    each = held.total(0, slice(2, 4), Peak(3, 3), False, np.array([4, 1]))
+    assert each.tolist() == [divided.total, held.of(0, 3, Peak(3, 3), False).total]
+
+
+def test_the_state_is_divided_before_a_stage_recomputes(graph):
+    """Of a stage alone, without replicas, there is nothing to divide."""
+    held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
+    plain, divided, both = (
+        held.total(0, slice(2, 3), Peak(2, 2), recompute, parts)[0]
+        for recompute, parts in ((False, 1), (False, 2), (True, 2))
+    )
+    assert both < divided < plain
+    for some, zero, expected in (
+        (plain, "auto", (1, True, False)),
+        (divided, "auto", (2, True, False)),
+        (both, "auto", (2, True, True)),
+        (both - 1, "auto", (2, False, True)),
+        (plain, "always", (2, True, False)),
+        (divided, "never", (1, True, True)),
+    ):
+        limit = MemoryLimit(some, held, "auto", zero)
+        asked = 0, slice(2, 3), Peak(2, 2), False
+        parts = limit.state_parts(*asked, 2)
+        fits, recompute = limit.choose(*asked, parts)
+        assert (*np.ravel(parts), *fits, *recompute) == expected, (some, zero)
+        assert limit.state_parts(*asked, 1) == 1
