@@ -29,6 +29,9 @@ from pipedream.graph.placements.requests import PlacementTexts
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
+_AS_EXPECTED = 0.05
+"""Two runs of one plan differ by as much on a machine that is shared."""
+
 
 class WorkerGroup(NamedTuple):
     """The ranks that together run one replica of a stage: `ranks[d]` is device d of its mesh. They
@@ -191,6 +194,19 @@ class Simulated(ArtifactModel):
     """Share of the workers' time that is neither computing nor updating."""
 
 
+class StageSeconds(ArtifactModel):
+    """What a worker of a stage does in the time of a minibatch of the pipeline, in the mean over
+    its replicas. What is left of that time it does nothing that is known.
+    """
+
+    compute: Amount
+    """Passes and updates."""
+    waiting: Amount
+    """For messages of other stages."""
+    exchange: Amount
+    """Sums over replicas and norms of all ranks, and handing messages over."""
+
+
 class Predicted(ArtifactModel):
     """Holds what the cost model says of this plan, and of two that need no planner."""
 
@@ -206,8 +222,12 @@ class Predicted(ArtifactModel):
     """Of the slowest stage."""
     expected_seconds_per_minibatch: Amount | None = None
     """Expected in a run, where workers wait for the slowest; None if the variation is unknown."""
+    expected_interval: tuple[Amount, Amount] | None = None
+    """Nine of ten runs take between these seconds."""
+    expected_stages: tuple[StageSeconds, ...] | None = None
+    """What the workers of each stage do then."""
     expected_deviation_seconds: Amount | None = None
-    """Runs differ by about so much from it, either way, as passes vary."""
+    """Of older plans: how far runs differ from it, either way, as passes vary."""
     lower_bound_seconds: Amount
     """No plan takes less per minibatch."""
     one_worker_seconds: Amount
@@ -215,6 +235,15 @@ class Predicted(ArtifactModel):
     data_parallel_seconds: Amount
     """The whole model replicated on all devices."""
     simulated: Simulated | None = None
+
+    def expects(self, seconds: float) -> bool:
+        """Tells whether a run that takes so many per minibatch is one of nine of ten; of older
+        plans, that say nothing of it, whether it is within 5 %.
+        """
+        if self.expected_interval is not None:
+            least, most = self.expected_interval
+            return least <= seconds <= most
+        return abs(seconds - self.seconds_in_a_run) <= _AS_EXPECTED * self.seconds_in_a_run
 
     @property
     def seconds_in_a_run(self) -> float:

@@ -289,6 +289,8 @@ def _check_by_size(options: Options) -> None:
         raise UserError(
             f"--calibrate: a run has one batch size: name the graph.txt of that one in {folder}"
         )
+    if options.again:
+        raise UserError(f"--again: name the graph.txt of one batch size in {folder}")
     if "profile" in options.typed:
         raise UserError(f"--profile: in {folder} each batch size has its own: leave it out")
     if options.output is not None and options.output.resolve() == folder.resolve():
