@@ -26,6 +26,7 @@ from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.requests import PlacementTexts
+from pipedream.graph.units import show_seconds
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -228,6 +229,9 @@ class Predicted(ArtifactModel):
     """What the workers of each stage do then."""
     expected_deviation_seconds: Amount | None = None
     """Of older plans: how far runs differ from it, either way, as passes vary."""
+    gain: Annotated[float, Field(gt=-1, allow_inf_nan=False)] | None = None
+    """How much faster it is than the plan of the newest run that times were corrected by, relative
+    and by the same times; 0 if it is that plan."""
     lower_bound_seconds: Amount
     """No plan takes less per minibatch."""
     one_worker_seconds: Amount
@@ -235,6 +239,15 @@ class Predicted(ArtifactModel):
     data_parallel_seconds: Amount
     """The whole model replicated on all devices."""
     simulated: Simulated | None = None
+
+    @property
+    def words_for_a_run(self) -> str:
+        """Returns the seconds per minibatch of a run, and of nine of ten runs, as text."""
+        text = show_seconds(self.seconds_in_a_run)
+        if self.expected_interval is None:
+            return text
+        least, most = map(show_seconds, self.expected_interval)
+        return f"{text} ({least} to {most} in nine of ten runs)"
 
     def expects(self, seconds: float) -> bool:
         """Tells whether a run that takes so many per minibatch is one of nine of ten; of older
