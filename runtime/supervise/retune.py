@@ -23,7 +23,7 @@ from pipedream.comm.rank_info import RESTARTS, RankInfo
 from pipedream.comm.store_messages import broadcast
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
-from pipedream.graph.measured_run import MEASURED, MeasuredRun, write_measured
+from pipedream.graph.measured_run import MEASURED, MeasuredRun, read_measured, write_measured
 from pipedream.graph.plan import Amount, Plan, moved, read_plan
 from pipedream.graph.units import show_seconds
 from pipedream.runtime.run.job import Job
@@ -43,6 +43,8 @@ class Retuned(ArtifactModel):
     """It is in the folder `retune-NUMBER` of the run's."""
     before: Amount
     """Measured seconds per minibatch under the plan before it."""
+    returned: bool = False
+    """Whether the run has gone back to that one, as it was faster."""
 
 
 def _folder(job: Job, number: int) -> Path:
@@ -99,7 +101,8 @@ def _changed_to(job: Job) -> dict[str, str | int]:
         if last is None:
             return {}
         folder = _folder(job, last.number)
-        plan = moved(read_plan(folder / "plan.json"), folder, job.run)
+        made = read_measured(folder / MEASURED).plan if last.returned else None
+        plan = moved(made or read_plan(folder / "plan.json"), folder, job.run)
         return {"plan": plan.model_dump_json(), "number": last.number}
     except UserError as error:
         return {"error": error.format_message()}
@@ -176,16 +179,13 @@ class Retuner:
     def _decide(self, measured: MeasuredRun, left: int) -> str:
         """Returns in words what became of it."""
         last, now = _last(self.job), measured.seconds_per_minibatch
-        if last is not None and now > last.before * (1 - _RUN_TO_RUN):
-            return (
-                f"{show_seconds(now)} a minibatch, after {show_seconds(last.before)} under the plan"
-                " before: without a gain no further plan is made"
-            )
+        noise = max(_RUN_TO_RUN, measured.noise)
+        if last is not None and (last.returned or now > last.before * (1 - noise)):
+            return self._after_no_gain(last, now, noise)
         number = 1 if last is None else last.number + 1
         folder = _folder(self.job, number)
         plan = self._plan(measured, number)
         seconds, gain = plan.predicted.seconds_in_a_run, plan.predicted.gain or 0.0
-        noise = max(_RUN_TO_RUN, measured.noise)
         if gain <= noise:
             best = f"the best other is {gain:.1%} faster" if gain > 0 else "none is faster"
             return f"the plan stays: by the times of this run {best}" + (
@@ -206,6 +206,17 @@ class Retuner:
             f" {gain:.1%} faster by the times of this run, expected {show_seconds(seconds)} a"
             f" minibatch; before {plan_in_words(self.job.plan)}"
         )
+
+    def _after_no_gain(self, last: Retuned, now: float, noise: float) -> str:
+        """Goes back to the plan before, if that was faster. Makes no further plan."""
+        if last.returned:
+            return "the plan stays: it was faster than another that was tried"
+        before = show_seconds(last.before)
+        times = f"{show_seconds(now)} a minibatch, and {before} under the plan before"
+        if now < last.before * (1 + noise) or not _restarts_left():
+            return f"the plan stays: {times}; without a gain no further one is made"
+        self.found = last.model_copy(update={"returned": True})
+        return f"goes back to the plan before at the next checkpoint: {times}"
 
     def _plan(self, measured: MeasuredRun, number: int) -> Plan:
         """Runs pd-optimize with what this run has measured, under this plan and those before."""
