@@ -24,9 +24,9 @@ from pipedream.runtime.supervise.status import Status, current_status, publishin
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind
 
 
-def train_epochs(context: RankContext, setup_seconds: float = 0.0) -> Position | None:
+def train_epochs(context: RankContext) -> Position | None:
     """Trains from the context's `first` on. Returns where the run has stopped, if it was asked to,
-    or changes its plan. `setup_seconds`: what it took to come here.
+    or changes its plan.
 
     Raises UserError and PeerLost as the engine does.
     """
@@ -38,7 +38,7 @@ def train_epochs(context: RankContext, setup_seconds: float = 0.0) -> Position |
         begin = first.minibatch if epoch == first.epoch else 0
         minibatches, most = local.examples.minibatches, local.job.segment_minibatches
         ahead = list(training_segments(minibatches, most, begin))
-        report = first_look(context, epoch, ahead, setup_seconds) if epoch == first.epoch else None
+        report = first_look(context, epoch, ahead) if epoch == first.epoch else None
         stopped = _Training(context, epoch, ahead, report).run()
         if stopped is not None:
             break

@@ -13,7 +13,7 @@ from pipedream.runtime.supervise.retune import Retuner
 
 
 def first_look(
-    context: RankContext, epoch: int, ahead: Sequence[TrainingSegment], setup_seconds: float
+    context: RankContext, epoch: int, ahead: Sequence[TrainingSegment]
 ) -> RankReport | None:
     """Prepares it for a run that begins with the segments `ahead` of this epoch. Returns what this
     rank is to report; None if the first segment is too short.
@@ -34,18 +34,18 @@ def first_look(
         return None
     if context.display is not None:
         look = FirstLook(context.store, range(local.rank_info.world_size), span)
-        context.display.reporting = lambda: _reported(context, look, left)
+        context.display.reporting = lambda: _reported(context, look)
         if job.retune is not None:
-            context.retuner = Retuner(job, setup_seconds, context.display.note)
+            context.retuner = Retuner(job, context.display.note)
     workers = workers_by_rank(job.plan.rank_assignment)[local.rank_info.rank]
     return RankReport(context.store, local.rank_info.rank, workers, job.plan.replicas, span)
 
 
-def _reported(context: RankContext, look: FirstLook, left: int) -> str | None:
+def _reported(context: RankContext, look: FirstLook) -> str | None:
     """Returns what there is to print, once; begins to plan again where that is asked for."""
     found, job = look.received(), context.local.job
     if found is None:
         return None
     if context.retuner is not None:
-        context.retuner.begin(found.run(job), left - look.span.last)
+        context.retuner.begin(found.run(job))
     return "\n".join(found.lines(job))

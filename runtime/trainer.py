@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -44,7 +43,6 @@ def train(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -
     Raises UserError, PeerLost if other ranks are lost, Stopped after a graceful stop, Retuned where
     the run is to be started again.
     """
-    began = time.monotonic()
     planned, started = job.plan.workers, rank_info.world_size
     if started > planned or (started < planned and job.replan is None):
         raise UserError(
@@ -66,17 +64,17 @@ def train(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -
                 job, rank_info = replanned(job, rank_info, store)
             if rank_info.rank < job.plan.workers:
                 kind = EvaluationContext if job.evaluate_only else RankContext
-                _watched(kind(LocalModel(job, rank_info), heartbeats, store), began)
+                _watched(kind(LocalModel(job, rank_info), heartbeats, store))
         except RendezvousError as error:
             raise PeerLost(str(error)) from error
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise PeerLost("the store of the ranks does not answer any more") from error
 
 
-def _watched(context: RankContext, began: float) -> None:
+def _watched(context: RankContext) -> None:
     watchdog = context.watchdog
     try:
-        _run(context, time.monotonic() - began)
+        _run(context)
     except PeerLost as error:
         if watchdog is None:
             raise
@@ -85,7 +83,7 @@ def _watched(context: RankContext, began: float) -> None:
         watchdog.end()  # else those who lose this one hear what it was doing
 
 
-def _run(context: RankContext, setup_seconds: float) -> None:
+def _run(context: RankContext) -> None:
     local = context.local
     if local.job.evaluate_only:
         evaluate_only(context)
@@ -97,7 +95,7 @@ def _run(context: RankContext, setup_seconds: float) -> None:
     gc.freeze()  # what is there stays; to look through it again and again takes long
     try:
         with nullcontext() if context.display is None else context.display:
-            stopped = train_epochs(context, setup_seconds)
+            stopped = train_epochs(context)
         if stopped is None:
             finish(context)
     finally:

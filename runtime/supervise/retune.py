@@ -132,22 +132,19 @@ def forget_earlier(job: Job) -> None:
 
 @dataclass
 class Retuner:
-    """Rank 0's part. `setup_seconds`: what it took from the start of the rank to the training;
-    `say` prints a line.
-    """
+    """Rank 0's part; `say` prints a line."""
 
     job: Job
-    setup_seconds: float
     say: Callable[[str], None]
     found: Retuned | None = None
     process: subprocess.Popen[str] | None = None
     thread: threading.Thread | None = None
     ended: bool = False
 
-    def begin(self, measured: MeasuredRun, left: int) -> None:
-        """Plans beside the run, which has yet to do `left` minibatches."""
+    def begin(self, measured: MeasuredRun) -> None:
+        """Plans by what the run has measured, beside it."""
         self.thread = threading.Thread(
-            target=self._try, args=(measured, left), name="retune", daemon=True
+            target=self._try, args=(measured,), name="retune", daemon=True
         )
         self.thread.start()
 
@@ -156,27 +153,32 @@ class Retuner:
         if self.found is None or self.ended:
             return False
         write_whole(self.job.run / RETUNED, self.found.model_dump_json() + "\n")
+        self.ended = True
         return True
 
     def end(self) -> None:
         """Ends the planning, if it still goes on."""
+        if self.ended:
+            return
         self.ended = True
+        if self.thread is None or self.thread.is_alive():
+            self.say("pd-train: --retune: the run ended before another plan was made")
         if self.process is not None:
             with suppress(OSError):
                 self.process.kill()
         if self.thread is not None:
             self.thread.join()
 
-    def _try(self, measured: MeasuredRun, left: int) -> None:
+    def _try(self, measured: MeasuredRun) -> None:
         try:
-            line = self._decide(measured, left)
+            line = self._decide(measured)
         except (UserError, OSError) as error:
             words = error.format_message() if isinstance(error, UserError) else str(error)
             line = f"the plan stays, as there is no other: {words.removeprefix('--retune: ')}"
         if not self.ended:
             self.say(f"pd-train: --retune: {line}")
 
-    def _decide(self, measured: MeasuredRun, left: int) -> str:
+    def _decide(self, measured: MeasuredRun) -> str:
         """Returns in words what became of it."""
         last, now = _last(self.job), measured.seconds_per_minibatch
         noise = max(_RUN_TO_RUN, measured.noise)
@@ -190,12 +192,6 @@ class Retuner:
             best = f"the best other is {gain:.1%} faster" if gain > 0 else "none is faster"
             return f"the plan stays: by the times of this run {best}" + (
                 f", and that is within the noise of {noise:.1%}" if gain > 0 else ""
-            )
-        saved = left * now * gain / (1 + gain)
-        if saved < self.setup_seconds:
-            return (
-                f"the plan stays: one that is {gain:.1%} faster would save {show_seconds(saved)},"
-                f" and starting again takes {show_seconds(self.setup_seconds)}"
             )
         if not _restarts_left():
             return f"the plan stays, though one is {gain:.1%} faster: torchrun has no restarts left"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,11 @@ from commands import typed
 from training import losses, run_jobs, weights
 
 from pipedream.capture.export import capture
-from pipedream.graph.errors import UserError
-from pipedream.graph.measured_run import MeasuredRun, read_measured
+from pipedream.graph.measured_run import read_measured
 from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.run_config import read_config
 from pipedream.runtime.run.job import Job
-from pipedream.runtime.supervise.retune import (
-    RETUNED,
-    Retuned,
-    Retuner,
-    check_launcher,
-    forget_earlier,
-)
 
 SUPPORT = Path(sleeping_layers.__file__).parent
 CONFIG = """\
