@@ -29,6 +29,7 @@ import pandas as pd
 import yaml
 from paired_models import MODELS
 
+from pipedream.graph.cluster import write_cluster
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.profile import read_profile
 
@@ -130,14 +131,7 @@ def compared(which: str, plan: Plan, took: float) -> dict[str, Any]:
 def again(folder: Path, plan: Plan) -> Plan:
     """The stages of the plan by both profiles, with the links that were measured for it."""
     cluster = folder / "cluster.yaml"
-    cluster.write_text(
-        yaml.safe_dump(
-            {
-                "format": "pipedream-cluster/1",
-                **plan.cluster.model_dump(mode="json", exclude_none=True),
-            }
-        )
-    )
+    write_cluster(plan.cluster, cluster)
     names = ",".join(stage.nodes[0] for stage in plan.stages[1:])
     split = ("--split", names) if names else ()
     asked = ("--cluster", cluster, "--schedule", plan.schedule, *split)
