@@ -26,7 +26,15 @@ FOLDERS = [
     FOLDER,
     *(
         FOLDER / name
-        for name in ("against_plain", "architectures", "emulated", "faults", "meshes", "orders")
+        for name in (
+            "against_plain",
+            "architectures",
+            "emulated",
+            "faults",
+            "meshes",
+            "orders",
+            "pairs",
+        )
     ),
 ]
 
