@@ -27,8 +27,12 @@ from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.requests import PlacementTexts
+from pipedream.graph.units import show_seconds
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+_AS_EXPECTED = 0.05
+"""Two runs of one plan differ by as much on a machine that is shared."""
 
 
 class WorkerGroup(NamedTuple):
@@ -196,6 +200,19 @@ class Simulated(ArtifactModel):
     """Share of the workers' time that is neither computing nor updating."""
 
 
+class StageSeconds(ArtifactModel):
+    """What a worker of a stage does in the time of a minibatch of the pipeline, in the mean over
+    its replicas. What is left of that time it does nothing that is known.
+    """
+
+    compute: Amount
+    """Passes and updates."""
+    waiting: Amount
+    """For messages of other stages."""
+    exchange: Amount
+    """Sums over replicas and norms of all ranks, and handing messages over."""
+
+
 class Predicted(ArtifactModel):
     """Holds what the cost model says of this plan, and of two that need no planner."""
 
@@ -211,8 +228,15 @@ class Predicted(ArtifactModel):
     """Of the slowest stage."""
     expected_seconds_per_minibatch: Amount | None = None
     """Expected in a run, where workers wait for the slowest; None if the variation is unknown."""
+    expected_interval: tuple[Amount, Amount] | None = None
+    """Nine of ten runs take between these seconds."""
+    expected_stages: tuple[StageSeconds, ...] | None = None
+    """What the workers of each stage do then."""
     expected_deviation_seconds: Amount | None = None
-    """Runs differ by about so much from it, either way, as passes vary."""
+    """Of older plans: how far runs differ from it, either way, as passes vary."""
+    gain: Annotated[float, Field(gt=-1, allow_inf_nan=False)] | None = None
+    """How much faster it is than the plan of the newest run that times were corrected by, relative
+    and by the same times; 0 if it is that plan."""
     lower_bound_seconds: Amount
     """No plan takes less per minibatch."""
     one_worker_seconds: Amount
@@ -220,6 +244,24 @@ class Predicted(ArtifactModel):
     data_parallel_seconds: Amount
     """The whole model replicated on all devices."""
     simulated: Simulated | None = None
+
+    @property
+    def words_for_a_run(self) -> str:
+        """Returns the seconds per minibatch of a run, and of nine of ten runs, as text."""
+        text = show_seconds(self.seconds_in_a_run)
+        if self.expected_interval is None:
+            return text
+        least, most = map(show_seconds, self.expected_interval)
+        return f"{text} ({least} to {most} in nine of ten runs)"
+
+    def expects(self, seconds: float) -> bool:
+        """Tells whether a run that takes so many per minibatch is one of nine of ten; of older
+        plans, that say nothing of it, whether it is within 5 %.
+        """
+        if self.expected_interval is not None:
+            least, most = self.expected_interval
+            return least <= seconds <= most
+        return abs(seconds - self.seconds_in_a_run) <= _AS_EXPECTED * self.seconds_in_a_run
 
     @property
     def seconds_in_a_run(self) -> float:

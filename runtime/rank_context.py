@@ -37,6 +37,7 @@ from pipedream.runtime.selfcheck.rehearsal import first_passes, rehearse
 from pipedream.runtime.supervise.device_progress import DeviceProgress
 from pipedream.runtime.supervise.graceful_stop import GracefulStop
 from pipedream.runtime.supervise.heartbeat import Heartbeats
+from pipedream.runtime.supervise.retune import Retuner
 from pipedream.runtime.supervise.watchdog import Watchdog
 
 
@@ -47,7 +48,8 @@ class RankContext:
     and `peak_in_flight`, the most minibatches between forward and backward, are by stage.
     `heartbeats` is there if pd-train's own launcher started the ranks, else `watchdog` if there are
     other ranks; `progress` on a GPU; `display` on rank 0 alone. `metrics` are those of the held-out
-    data, on rank 0.
+    data, on rank 0, where `retuner` is while the run may change its plan; `changes_plan`: it does
+    so at the checkpoint where all ranks are.
     """
 
     def __init__(
@@ -102,6 +104,8 @@ class RankContext:
         self.display = self._display() if rank_info.rank == 0 else None
         self.peak_in_flight = {stage.stage: 0 for stage in local.stages}
         self.metrics: dict[str, float] = {}
+        self.retuner: Retuner | None = None
+        self.changes_plan = False
 
     def executor(
         self,
@@ -138,7 +142,8 @@ class RankContext:
             self.progress.words = words
 
     def save(self, position: Position) -> None:
-        """Begins to save this rank's part, and waits until rank 0 is here.
+        """Begins to save this rank's part, and waits until rank 0 is here, which says whether the
+        run changes its plan.
 
         In the next segment others would wait for its last save no longer than the timeout.
         """
@@ -151,7 +156,10 @@ class RankContext:
             if (part := self._part_of_checkpoint(stage)) is not None
         }
         self.saver.begin(position, parts, self.stepping.state())
-        broadcast(self.store, self.local.rank_info, f"at/{position}", True)
+        goes_on = position < Position(self.local.job.epochs)
+        changes = self.retuner is not None and goes_on and self.retuner.adopt()
+        rank_info = self.local.rank_info
+        self.changes_plan = broadcast(self.store, rank_info, f"at/{position}", changes)
 
     def _part_of_checkpoint(self, stage: LocalStage) -> CheckpointPart | None:
         replicas = self.wiring.groups[stage.stage].replicas

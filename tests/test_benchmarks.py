@@ -34,6 +34,7 @@ FOLDERS = [
             "fitting",
             "meshes",
             "orders",
+            "pairs",
         )
     ),
 ]

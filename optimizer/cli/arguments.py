@@ -87,6 +87,12 @@ GROUPS = {
             " beside GRAPH, if there]",
         ),
         option(
+            "--again PROFILE",
+            "A further profile.json of the same model on the same machine, such as of another time"
+            " of day: times are the mean, and the interval of the expected time is as wide as they"
+            " differ. Repeat for more.  [default: none]",
+        ),
+        option(
             "--cost-model",
             "How plans are judged: by the simulator (network), or by a formula: PipeDream's as"
             " published (paper) or as released, or one for measured links.  [default: network]",

@@ -78,6 +78,7 @@ class Options:
     workers: Count | None = None
 
     profile: Path | None = None
+    again: tuple[Path, ...] = ()
     cost_model: Literal["network", "paper", "released", "measured"] | None = None
     activation_compression: Factor | None = None
     update_rate: str | None = None

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph, Node
-from pipedream.graph.plan import Plan, Stage
+from pipedream.graph.plan import Plan, Predicted, Stage
 from pipedream.graph.profile import Machine, Profile
 from pipedream.graph.tables import end_of, make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
@@ -160,10 +160,7 @@ def _times(outcome: Outcome, profile: Profile | None) -> Table:
     table = make_grid()
     expected = predicted.expected_seconds_per_minibatch
     if expected is not None:
-        deviation = predicted.expected_deviation_seconds
-        about = f"give or take {show_seconds(deviation)}, " if deviation else ""
-        remark = about + "passes vary and workers wait for the slowest"
-        table.add_row("expected in a run", show_seconds(expected), f"per minibatch; {remark}")
+        table.add_row("expected in a run", show_seconds(expected), _of_runs(predicted))
         seconds = expected
     batch, formula = 1, predicted.seconds_per_minibatch
     if predicted.latency_seconds is not None and predicted.microbatches is not None:
@@ -188,6 +185,14 @@ def _times(outcome: Outcome, profile: Profile | None) -> Table:
         table.add_row("in closed form", show_seconds(formula), _parts(outcome))
     table.add_row("simulated", *_simulated(outcome.plan))
     return table
+
+
+def _of_runs(predicted: Predicted) -> str:
+    """Returns what stands beside the expected time: between which seconds runs take."""
+    if predicted.expected_interval is None:
+        return "per minibatch; passes vary and workers wait for the slowest"
+    least, most = map(show_seconds, predicted.expected_interval)
+    return f"per minibatch ({least} to {most} in nine of ten runs); workers wait for the slowest"
 
 
 def _compared(outcome: Outcome, name: str, rate: float) -> str:

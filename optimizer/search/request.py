@@ -18,7 +18,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import DraftPlan, PlannedGraph
-from pipedream.graph.profile import Footprint, Sharing, TrainingOverheads
+from pipedream.graph.profile import Footprint, Sharing, TrainingOverheads, Uncertainty
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.models import CostModel
@@ -164,6 +164,11 @@ class Request:
         """How much passes vary, as multiples of their median; empty if not counted."""
         overheads = self._counted_overheads
         return () if overheads is None else overheads.spread
+
+    @property
+    def uncertainty(self) -> Uncertainty:
+        """Of the times of the graph's nodes."""
+        return Uncertainty() if self.overheads is None else self.overheads.uncertainty
 
     @property
     def _counted_overheads(self) -> TrainingOverheads | None:

@@ -165,7 +165,8 @@ def simulate(
         for stage, replica in program.workers
     ]
     begin, end = play_program(program, workload, works, cluster, ranks, numbers, noise)
-    period = seconds_per_minibatch(program, end, span)
+    window = steady_state(program, end, span)
+    period = (window[1] - window[0]) / len(span)
     busy = sum(
         (work.forward_seconds + work.backward_seconds) / schedule.spec.replicas[stage]
         + work.update_seconds / schedule.policy.round_size(stage)
@@ -175,6 +176,8 @@ def simulate(
         seconds_per_minibatch=period,
         bubble=bubble(busy, len(numbers), period),
         steady_from=span.first,
+        minibatches=len(span),
+        window=window,
         ranks=numbers,
         program=program,
         works=tuple(works),
@@ -230,10 +233,9 @@ def _of_kind(work: StageWork, kind: Kind) -> float:
     }.get(kind, 0.0)
 
 
-def seconds_per_minibatch(program: Program, end: Floats, span: SteadySpan) -> float:
-    """Of the steady state, when the actions end at these times."""
+def steady_state(program: Program, end: Floats, span: SteadySpan) -> tuple[float, float]:
+    """When it begins and ends, if the actions end at these times."""
     closing = [number for number, kind in enumerate(KINDS) if kind in ENDS_BACKWARD]
     passes = np.isin(program.kind, closing)
     stages = np.array([stage for stage, _ in program.workers])[program.worker[passes]]
-    first, last = longest_window(stages, program.minibatch[passes], end[passes], span)
-    return (last - first) / len(span)
+    return longest_window(stages, program.minibatch[passes], end[passes], span)

@@ -46,9 +46,10 @@ class Job:
     """What pd-train was asked to do. `directory`: the run config's; `run`: where results go.
 
     `restarted`: the launcher has started it again after a failure. `replan`: the plan.json to plan
-    again from if there are fewer workers than the plan has; None to refuse that. `plan_folder`:
-    where plan.json is, if anywhere. `unchecked`: the passes of the pipeline are not compared with
-    those of the model first.
+    again from if there are fewer workers than the plan has; None to refuse that. `retune`: that to
+    plan again from by what the run measures; None not to. `plan_folder`: where plan.json is, if
+    anywhere. `unchecked`: the passes of the pipeline are not compared with those of the model
+    first.
     """
 
     plan: Plan
@@ -70,6 +71,7 @@ class Job:
     init: Path | None = None
     init_optimizer: bool = True
     replan: Path | None = None
+    retune: Path | None = None
     plan_folder: Path | None = None
     evaluate_only: bool = False
     checkpoint: Path | None = None
@@ -131,6 +133,11 @@ class Job:
         return self.plan.compile == self.compile_backend
 
     @property
+    def is_comparable(self) -> bool:
+        """Whether the plan's times are for such a run."""
+        return self.as_planned and self.has_planned_batch
+
+    @property
     def compile_backend(self) -> str | None:
         """Returns torch.compile's backend, None for none: that of the config, or of the plan."""
         asked = self.config.compile_backend
@@ -158,6 +165,7 @@ class Job:
         self.check_evaluation()
         self.check_scale()
         self.check_replan()
+        self.check_retune()
         self.check_folder()
         self.check_export()
         self.check_init()
@@ -310,16 +318,37 @@ class Job:
 
     def check_replan(self) -> None:
         """Raises UserError if there would be nothing to plan from."""
-        if self.replan is None:
+        if self.replan is not None:
+            self._check_graph("--replan", self.replan)
+
+    def check_retune(self) -> None:
+        """Raises UserError if there would be nothing to plan from, nothing to compare, or no
+        checkpoint to go on from.
+        """
+        if self.retune is None:
             return
-        graph = self.replan.with_name("graph.txt")
+        self._check_graph("--retune", self.retune)
+        if not self.is_comparable or not self.has_planned_compile:
+            raise UserError(
+                f"--retune: {self.retune} is for another schedule, batch size, number of"
+                " microbatches or way to compile than the run's: make a plan for those first"
+            )
+        if self.epochs == 1 and self.save_every is None:
+            raise UserError(
+                "--retune: the run has one epoch, and no checkpoint before its end: give"
+                " --save-every"
+            )
+
+    def _check_graph(self, option: str, path: Path) -> None:
+        """Raises UserError if there is no graph, or another, beside the plan in `path`."""
+        graph = path.with_name("graph.txt")
         if not graph.exists():
             raise UserError(
-                f"--replan: there is no {graph}: pd-optimize writes it with plan.json; keep them "
+                f"{option}: there is no {graph}: pd-optimize writes it with plan.json; keep them "
                 "together"
             )
         if read_graph(graph).fingerprint != self.plan.graph.fingerprint:
-            raise UserError(f"--replan: {graph} is not the graph that {self.replan} was made from")
+            raise UserError(f"{option}: {graph} is not the graph that {path} was made from")
 
     def check_folder(self) -> None:
         """Creates the folder. Raises UserError if it cannot, or if it has another's checkpoints."""
