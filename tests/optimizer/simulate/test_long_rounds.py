@@ -51,6 +51,26 @@ def test_as_if_every_microbatch_was_played(
     assert short.bubble == pytest.approx(whole.bubble, abs=1e-11)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "microbatches"), [((1, 1), 700), ((2, 1), 901), ((1, 1, 2), 600)]
+)
+def test_rounds_of_gpipe_grow_by_as_much_for_each_period(
+    monkeypatch: pytest.MonkeyPatch, replicas: tuple[int, ...], microbatches: int
+) -> None:
+    graph, plan = chain(3, replicas, microbatches)
+    plan = plan.model_copy(update={"schedule": "gpipe"})
+    monkeypatch.setattr(simulator, "QUICK_MOVES", 0)
+    short = simulate_plan(plan, graph)
+    monkeypatch.setattr(simulator, "QUICK_MOVES", 10**9)
+    whole = simulate_plan(plan, graph)
+    assert short is not None
+    assert whole is not None
+    assert len(short.events[0]) < len(whole.events[0]) / 2
+    assert short.seconds_per_minibatch == pytest.approx(whole.seconds_per_minibatch, rel=1e-9)
+    assert short.bubble == pytest.approx(whole.bubble, abs=1e-3)
+
+
 def test_one_worker_has_a_closed_form() -> None:
     graph, plan = chain(0, (1,), 10_000_000)
     simulation = simulate_plan(plan, graph, update_rate=1e6)
