@@ -17,6 +17,9 @@ _MOST_CUTS, _FEW_DEVICES = 300, 64
 more, the fewer the more there are of them: the work goes with the squares of both.
 """
 
+_MANY_DEVICES = 128
+"""With more, plans on fewer are not looked for: the searches take long."""
+
 DATA_PARALLEL = "data parallelism"
 
 MODELS = (NetworkCost(), MeasuredCost(), PaperCost(), ReleasedCost())
@@ -47,6 +50,8 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
 def _on_fewer(request: Request) -> Iterator[tuple[str, Division]]:
     """Plans on the first half of the devices, a quarter, and so on: they may be as fast as all."""
     cluster = request.cluster
+    if cluster.devices > _MANY_DEVICES:
+        return
     while len(cluster.kinds) < 2 and (half := _half(cluster)) is not None:
         cluster = half
         name = f"best on {cluster.devices} devices"

@@ -92,7 +92,8 @@ class Search:
 
     `device_types` are those of the outermost level's components. Stages and pipelines that cost
     more than `limit` are not explored. If `coarse`, many downstream workers are taken to be a few
-    more, for which there are far fewer numbers: plans that just fit memory may be missed.
+    more, and replicas to be fewer, of which there are far fewer numbers: plans that just fit memory
+    may be missed.
 
     Work: N^2 M^2 for N cuts and M machines at the outermost level, N^3 M^2 at each within. With
     M1, M2, ... machines of each type the first is N^2 M1^2 M2^2 ..., the second once for each
@@ -287,6 +288,7 @@ class Search:
         replicas = 1
         if self.cost.depends_on_replicas:
             replicas = subproblem.replicas * allocation.replicas
+            replicas = _rounded_down(replicas) if self.coarse else replicas
         level = subproblem.level - 1
         return _Subproblem(level, downstream_workers, allocation.device, replicas)
 
@@ -394,6 +396,11 @@ def _rounded_up(number: int) -> int:
     """To three binary digits: there are four such numbers between a number and its double."""
     step = 1 << max(0, number.bit_length() - 3)
     return -(-number // step) * step
+
+
+def _rounded_down(number: int) -> int:
+    """To a power of two."""
+    return 1 << (number.bit_length() - 1)
 
 
 @njit(cache=True)
