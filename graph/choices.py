@@ -22,6 +22,9 @@ OrderName: TypeAlias = Literal[
 
 ORDER_NAMES: tuple[OrderName, ...] = get_args(OrderName)
 
+WHOLE_ORDERS: tuple[OrderName, ...] = ("1f1b", "interleaved")
+"""Those that do not divide backward passes into halves."""
+
 BEST_ORDER = "best"
 """Of pd-optimize: whichever of them is fastest."""
 

@@ -20,6 +20,7 @@ from pipedream.graph.choices import (
     OptimizerName,
     Recompute,
     ScheduleName,
+    WHOLE_ORDERS,
 )
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import write_whole
@@ -149,10 +150,20 @@ class Stage(ArtifactModel):
     """What `memory_bytes` is made of."""
     in_flight: int | None = Field(default=None, ge=1)
     """Minibatches between forward and backward on each worker."""
-    recompute: bool = False
+    recompute: bool | tuple[str, ...] = False
     """Whether the forward pass runs again before the backward pass, so that only what the stage has
-    received is kept in between.
+    received is kept in between; or the nodes that run again in the course of the backward pass, and
+    of which nothing is kept in between.
     """
+
+    @property
+    def recomputes_all(self) -> bool:
+        return self.recompute is True
+
+    @property
+    def recomputed_nodes(self) -> tuple[str, ...]:
+        """Returns the nodes that run again one by one, if not the whole stage does."""
+        return () if isinstance(self.recompute, bool) else self.recompute
 
     @property
     def devices(self) -> int:
@@ -180,6 +191,8 @@ class Stage(ArtifactModel):
             if self.mesh is None:
                 raise ValueError(f"stage {self.stage} has placements and no mesh")
             self.placements.requests(len(self.mesh))
+        if self.mesh is not None and self.recomputed_nodes:
+            raise ValueError(f"stage {self.stage} is on a mesh, where recompute is true or false")
         return self
 
 
@@ -406,10 +419,17 @@ class Plan(DraftPlan):
         for position, stage in enumerate(self.stages):
             if stage.stage != position:
                 raise ValueError(f"stage {stage.stage} stands at position {position}")
-        if self.stages[-1].recompute:
+        if self.stages[-1].recomputes_all:
             raise ValueError("the last stage has recompute: its backward pass follows at once")
         self._check_nodes()
         self._check_ranks()
+        if self.order not in (None, *WHOLE_ORDERS):
+            for stage in self.stages:
+                if stage.recomputed_nodes:
+                    raise ValueError(
+                        f"stage {stage.stage} recomputes single nodes: order {self.order} divides"
+                        " backward passes, where recompute is true or false"
+                    )
         if self.order_times is not None:
             self.order_times.check(len(self.stages))
         return self
@@ -451,6 +471,9 @@ class Plan(DraftPlan):
                 if name in stage_of:
                     raise ValueError(f"node {name} is in stages {stage_of[name]} and {stage.stage}")
                 stage_of[name] = stage.stage
+            for name in stage.recomputed_nodes:
+                if stage_of.get(name) != stage.stage:
+                    raise ValueError(f"stage {stage.stage} recomputes node {name}, not one of its")
         for node in self.graph.nodes:
             if node.id not in stage_of:
                 raise ValueError(f"node {node.id} is in no stage")

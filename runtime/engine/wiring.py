@@ -86,7 +86,7 @@ class Wiring:
             on_loss=on_loss,
             rng=self.rng,
             per_update=per_update,
-            recompute=self.plan.stages[stage].recompute,
+            recompute=self.plan.stages[stage].recomputes_all,
             sharding=sharding,
         )
 

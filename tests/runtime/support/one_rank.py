@@ -13,6 +13,7 @@ from plans import cut, make_plan
 from torch import Tensor, nn
 from training import chain_config
 
+from pipedream.capture.captured import Captured
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture
 from pipedream.comm.stage_groups import StageGroups
@@ -75,7 +76,8 @@ class OneRank:
     """A rank with the `stages` of a model, cut in pieces of about as many nodes.
 
     `before` and `after` are called with each action. `varying`: minibatches differ in shape, and
-    the stages have as many forms. `group`: of replicas that add up their gradients.
+    the stages have as many forms. `group`: of replicas that add up their gradients. `again`: nodes
+    that are recomputed, of those of the model.
     """
 
     model: nn.Module
@@ -84,6 +86,7 @@ class OneRank:
     loss: Callable[[Any, Any], Tensor] = nn.functional.mse_loss
     halved: Which = all_halved
     recompute: bool = False
+    again: Callable[[Captured], Collection[str]] = lambda captured: ()
     autocast: str | None = None
     backend: str | None = None
     scale: float = 1.0
@@ -101,7 +104,8 @@ class OneRank:
         self.precision = Precision(self.autocast, self.device)
         captured = capture(self.model, self.data.batches[0].inputs, precision=self.precision)
         ones = (1,) * self.stages
-        plan = make_plan(captured.graph, cut(captured.graph, self.stages), ones)
+        nodes = cut(captured.graph, self.stages)
+        plan = make_plan(captured.graph, nodes, ones, again=self.again(captured))
         spec = PipelineSpec(
             "flush",
             ones,
