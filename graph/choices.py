@@ -33,7 +33,8 @@ OptimizerName: TypeAlias = Literal["sgd", "momentum", "adam"]
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 
-Recompute: TypeAlias = Literal["never", "auto", "always"]
+Recompute: TypeAlias = Literal["never", "auto", "whole", "always"]
+"""Where memory demands it (auto) single nodes of a stage are recomputed, or the stage (whole)."""
 
 InFlight: TypeAlias = Literal["useful", "least"]
 """Minibatches in flight: as many as still raise the throughput, or PipeDream's number."""

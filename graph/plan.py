@@ -14,13 +14,13 @@ from pydantic import Field, PositiveInt, model_validator
 
 from pipedream.graph.choices import (
     DEFAULT_ORDER,
+    WHOLE_ORDERS,
     Grouping,
     InFlight,
     IntraOp,
     OptimizerName,
     Recompute,
     ScheduleName,
-    WHOLE_ORDERS,
 )
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import write_whole
@@ -116,6 +116,8 @@ class StageMemory(ArtifactModel):
     """Of the parameters."""
     activations: Amount
     """What the nodes keep for the backward passes of the minibatches in flight."""
+    recomputed: Amount = 0.0
+    """What the forward pass that runs again makes for the backward pass of one minibatch."""
     inputs: Amount
     """What the stage has received, and what is on its way, input batches among it."""
     workspace: Amount
@@ -191,6 +193,13 @@ class Stage(ArtifactModel):
             if self.mesh is None:
                 raise ValueError(f"stage {self.stage} has placements and no mesh")
             self.placements.requests(len(self.mesh))
+        return self
+
+    @model_validator(mode="after")
+    def _check_recompute(self) -> Stage:
+        for name in self.recomputed_nodes:
+            if name not in self.nodes:
+                raise ValueError(f"stage {self.stage} recomputes node {name}, not one of its own")
         if self.mesh is not None and self.recomputed_nodes:
             raise ValueError(f"stage {self.stage} is on a mesh, where recompute is true or false")
         return self
@@ -471,9 +480,6 @@ class Plan(DraftPlan):
                 if name in stage_of:
                     raise ValueError(f"node {name} is in stages {stage_of[name]} and {stage.stage}")
                 stage_of[name] = stage.stage
-            for name in stage.recomputed_nodes:
-                if stage_of.get(name) != stage.stage:
-                    raise ValueError(f"stage {stage.stage} recomputes node {name}, not one of its")
         for node in self.graph.nodes:
             if node.id not in stage_of:
                 raise ValueError(f"node {node.id} is in no stage")

@@ -42,9 +42,7 @@ def node_runs(module: fx.GraphModule, marked: Callable[[fx.Node], bool]) -> list
     return [_run(module, *group, number, last) for number, group in enumerate(groups)]
 
 
-def _marks(
-    graph: fx.Graph, marked: Callable[[fx.Node], bool]
-) -> Iterator[tuple[fx.Node, bool]]:
+def _marks(graph: fx.Graph, marked: Callable[[fx.Node], bool]) -> Iterator[tuple[fx.Node, bool]]:
     """Yields the operators in order, and whether they are marked. A seed goes with the draw after
     it, and parts of a tuple follow the operator that gives it.
     """

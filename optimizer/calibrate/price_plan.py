@@ -95,7 +95,10 @@ def stage_times(plan: Plan, request: Request) -> list[tuple[float, str]]:
     nested = _flat(of_stages) if flat else _nested(of_stages)
     return [
         stage_time(
-            cost.on(types.worst_of_ranks(stage.ranks, plan.cluster)), shares, stage.recompute
+            cost.on(types.worst_of_ranks(stage.ranks, plan.cluster)),
+            shares,
+            stage.recomputes_all
+            or tuple(dict.fromkeys(position[n] for n in stage.recomputed_nodes)),
         )
         for shares, stage in zip(nested, plan.stages, strict=True)
     ]

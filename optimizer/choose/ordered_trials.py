@@ -72,11 +72,11 @@ class OrderedTrials(Trials[OrderedTrial]):
         self.order, self.shape, self.types = order, shape, request.device_types
 
     def make(self, division: Division, within: float) -> OrderedTrial | None:
-        """None also if no order has room. With --recompute auto, of a plan that does not fit the
-        one that recomputes.
+        """None also if no order has room. With --recompute auto or whole, of a plan that does not
+        fit the one that recomputes.
         """
         trial = self._make(division, self.request.recompute == "always")
-        if self.request.recompute == "auto" and (trial is None or not trial.fits):
+        if self.request.recompute in ("auto", "whole") and (trial is None or not trial.fits):
             trial = self._make(division, recompute=True) or trial
         self.known[division] = trial
         return trial

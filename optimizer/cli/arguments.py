@@ -190,8 +190,8 @@ GROUPS = {
         ),
         option(
             "--recompute",
-            "Recompute a stage's forward pass before its backward pass; auto: only in stages that"
-            " --memory would not hold otherwise.",
+            "Recompute forward passes for backward passes; auto: in stages that --memory would not"
+            " hold otherwise, single nodes where that is enough; whole: there, whole stages.",
         ),
         option(
             "--in-flight",

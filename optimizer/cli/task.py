@@ -203,6 +203,7 @@ def make_task(options: Options) -> Task:
         latency=latency,
         optimizer=options.optimizer,
         recompute=options.recompute,
+        selective=profile is None or profile.compile is None,  # what is compiled runs as a whole
         in_flight=options.in_flight,
         update_rate=rate or rates.get(options.optimizer, UPDATE_RATE),
         overheads=overheads,

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipedream.graph.choices import MICROBATCHES, OptimizerName, ScheduleName
 from pipedream.graph.plan import StageMemory
+from pipedream.optimizer.cost.recomputation import RecomputationClasses, Recomputed
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
 from pipedream.schedule.policy import Peak, Policy, policy, uniform_updates
@@ -66,6 +68,9 @@ class TrainingSettings:
         return self.policy(replicas, in_flight).peak(0)
 
 
+_Parts: TypeAlias = tuple[Floats, Floats, Floats]
+
+
 class _Copies(NamedTuple):
     """How often a worker holds the parameters once more, as older versions and as the optimizer's
     state, and what a minibatch saves and receives, besides what a backward pass holds.
@@ -87,13 +92,14 @@ class MemoryModel:
         self.cuts = cuts
         self.settings = settings
         graph = cuts.graph
-        moment = _moments(graph)
+        self._moment = moment = _moments(graph)
         self._saved = np.cumsum(self._by_moment(moment, graph.saved_bytes), axis=0)
         self._parameters = np.cumsum(self._by_moment(moment, graph.parameter_bytes), axis=0)
         self._nodes = self._by_moment(moment, np.ones(len(graph)))
         self._workspace = np.zeros(len(self._nodes))
         np.maximum.at(self._workspace, moment, graph.workspace_bytes)
         self._last: tuple[int, tuple[Floats, ...]] = (-1, ())
+        self._last_of_class: dict[int, tuple[int, tuple[Floats, Floats]]] = {}
 
     def _by_moment(self, moment: NDArray[np.intp], values: Floats) -> Floats:
         """[moment, state]: the sum over the moment's nodes before the cut."""
@@ -119,7 +125,42 @@ class MemoryModel:
             + varying[ends]
         )
 
-    def of(self, start: int, end: int, peak: Peak, recompute: bool) -> StageMemory:
+    @cached_property
+    def classes(self) -> RecomputationClasses:
+        """Of nodes that stages may recompute one by one."""
+        return RecomputationClasses(self.cuts)
+
+    @cached_property
+    def _saved_by_classes(self) -> list[Floats]:
+        """[moment, state] of each class: what its nodes save, and those of cheaper ones."""
+        saved = self.classes.nodes.saved_bytes
+        return [
+            np.cumsum(self._by_moment(self._moment, members * saved), axis=0)
+            for members in self.classes.members
+        ]
+
+    def without_classes(self, start: int, ends: States, peak: Peak, number: int) -> Floats:
+        """As `total`, if the nodes of classes 0 to `number` are recomputed one by one. Not less
+        than what is needed.
+        """
+        known = self._last_of_class.get(number)
+        if known is None or known[0] != start:
+            every = slice(None)
+            table = self._saved_by_classes[number]
+            freed = table - table[:, start, None]
+            saved, *others = self._varying_parts(start, every)
+            again = np.minimum(self.classes.made_again[number], freed)
+            saved[:-1] += again - freed
+            varying = np.asarray(sum((saved, *others))).max(axis=0)
+            fixed = self._last[1][-1] if self._last[0] == start else None
+            assert fixed is not None, "total comes first"
+            known = start, (freed[-1], fixed - varying)
+            self._last_of_class[number] = known
+        freed, less = known[1]
+        plain = self.total(start, ends, peak, recompute=False)
+        return np.asarray(plain - (peak.in_flight - 1) * freed[ends] - less[ends])
+
+    def of(self, start: int, end: int, peak: Peak, recompute: Recomputed) -> StageMemory:
         """The items of one stage.
 
         Gradients last from a backward pass to its update; with schedules that make one update per
@@ -129,20 +170,48 @@ class MemoryModel:
         """
         ends = slice(end, end + 1)
         parameters, saved, received, sent = self._amounts(start, ends)
-        copies = self._copies(peak, recompute)
-        parts = self._varying_parts(start, ends)
+        copies = self._copies(peak, recompute is True)
+        parts, again = self._varying_parts(start, ends), np.zeros(0)
+        if recompute:
+            parts, again = self._with_recomputed(start, end, recompute, parts)
+            saved = saved - self._freed(recompute)
         at = np.asarray(sum(parts)).argmax(axis=0)[None]
         oldest, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
+        made = again[at[0]] if recompute else np.zeros(1)
         items = {
             "parameters": parameters,
             "weight_versions": copies.older * parameters,
             "optimizer_state": copies.state * parameters,
             "gradients": gradients,
-            "activations": copies.saved * saved + oldest,
+            "activations": copies.saved * saved + oldest - made,
+            "recomputed": made,
             "inputs": copies.received * received + sent,
             "workspace": workspace,
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
+
+    def _freed(self, recompute: Recomputed) -> float:
+        """Bytes that a minibatch in flight does not keep, where single nodes are recomputed."""
+        nodes = [] if isinstance(recompute, bool) else list(recompute)
+        return float(self.classes.nodes.saved_bytes[nodes].sum()) if nodes else 0.0
+
+    def _with_recomputed(
+        self, start: int, end: int, recompute: Recomputed, parts: _Parts
+    ) -> tuple[_Parts, Floats]:
+        """The parts of the backward pass of one stage that recomputes, and of those [moment] what
+        has been made again. A stage that does so as a whole makes all of it at once.
+        """
+        saved, gradients, workspace = parts
+        if isinstance(recompute, bool):
+            return parts, saved[:, 0]
+        inside = self.cuts.nodes(start, end)
+        moments, last = self._moment, len(saved) - 1
+        freed, made = np.zeros(last), np.zeros(last)
+        np.add.at(freed, moments[list(recompute)], self.classes.nodes.saved_bytes[list(recompute)])
+        freed = np.append(np.cumsum(freed), 0.0)
+        np.maximum.at(made, moments[list(inside)], self.classes.nodes.made_again(inside, recompute))
+        made = np.minimum(np.append(made, 0.0), freed)
+        return ((saved[:, 0] - freed + made)[:, None], gradients, workspace), made
 
     def _amounts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats, Floats]:
         """Bytes of parameters, and of what a minibatch saves, receives and sends."""
@@ -163,7 +232,7 @@ class MemoryModel:
             received=peak.in_flight + 1,
         )
 
-    def _varying_parts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats]:
+    def _varying_parts(self, start: int, ends: States) -> _Parts:
         """[moment, end]: what changes during the backward pass: saved by the oldest minibatch,
         gradients, workspace; the last moment is the update.
         """
@@ -208,9 +277,7 @@ class HeldBytes:
     halfway: float | None = None
 
     @staticmethod
-    def of(
-        memory: StageMemory | None, peak: Peak, recompute: bool, kept: float = math.nan
-    ) -> HeldBytes:
+    def of(memory: StageMemory | None, peak: Peak, kept: float = math.nan) -> HeldBytes:
         """Splits the memory at the peak, with `peak` in flight; all zero if it is not known.
 
         `kept`: what the stage's nodes make and need after the gradients of their inputs, if that is
@@ -218,14 +285,11 @@ class HeldBytes:
         """
         if memory is None:
             return HeldBytes()
-        saved = 0.0 if recompute else memory.activations
         return HeldBytes(
             always=memory.parameters + memory.optimizer_state,
             version=memory.weight_versions / max(1, peak.versions - 1),
-            minibatch=(memory.inputs + saved) / peak.in_flight,
-            backward=memory.workspace
-            + memory.gradients
-            + (memory.activations if recompute else 0.0),
+            minibatch=(memory.inputs + memory.activations) / peak.in_flight,
+            backward=memory.workspace + memory.gradients + memory.recomputed,
             gradients=memory.parameters,
             halfway=None if math.isnan(kept) else kept + memory.inputs / peak.in_flight,
         )

@@ -20,6 +20,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import WorstDevice
 from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
+from pipedream.optimizer.cost.recomputation import Recomputed
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.schedule.policy import Peak
@@ -69,13 +70,15 @@ class StageCost(Protocol):
 class MemoryLimit:
     """The `bytes` of each device, the memory model of stages, and the recomputation allowed.
 
-    `recompute`: never; in stages that would not fit otherwise (auto); always in all stages but the
-    last, whose backward pass follows its forward pass at once (except with gpipe).
+    `recompute`: never; in stages that would not fit otherwise (auto, whole); always in all stages
+    but the last, whose backward pass follows its forward pass at once (except with gpipe).
+    `selective`: single nodes may, where that is enough.
     """
 
     bytes: float
     memory: MemoryModel
     recompute: Recompute = "never"
+    selective: bool = False
 
     def on(self, device: WorstDevice) -> MemoryLimit:
         """The limit with the memory of this device."""
@@ -84,17 +87,63 @@ class MemoryLimit:
     def fits(self, start: int, ends: States, peak: Peak, recompute: bool) -> Bools:
         return self.memory.total(start, ends, peak, recompute) <= self.bytes
 
-    def choose(self, start: int, ends: States, peak: Peak, last: bool) -> tuple[Bools, Bools]:
-        """For each stage whether it fits at all, and whether it recomputes.
+    def choose(self, start: int, ends: States, peak: Peak, last: bool) -> tuple[Bools, Floats]:
+        """For each stage whether it fits at all, and the seconds of a minibatch that it recomputes.
 
         `last`: the stages end the pipeline.
         """
         allowed = not last and self.recompute != "never"
-        plain = not (allowed and self.recompute == "always")
-        fits = self.fits(start, ends, peak, recompute=not plain)
-        if not (allowed and plain) or fits.all():
-            return fits, np.full_like(fits, not plain)
-        return fits | self.fits(start, ends, peak, recompute=True), ~fits
+        forward = self.memory.cuts.forward_seconds
+        again = np.asarray(forward[ends] - forward[start])
+        if allowed and self.recompute == "always":
+            return self.fits(start, ends, peak, recompute=True), again
+        needed = self.memory.total(start, ends, peak, False)
+        fits = needed <= self.bytes
+        cost = np.full_like(again, np.inf)
+        if allowed and not fits.all():
+            cost = np.where(self.fits(start, ends, peak, recompute=True), again, np.inf)
+        if self._by_node and not fits.all():
+            for number, seconds in reversed(list(enumerate(self.memory.classes.seconds))):
+                enough = self.memory.without_classes(start, ends, peak, number) <= self.bytes
+                some = np.minimum(seconds[ends] - seconds[start], again)
+                cost = np.minimum(cost, np.where(enough, some, np.inf))
+        cost[fits] = 0.0
+        fits = np.isfinite(cost)
+        return fits, np.where(fits, cost, 0.0)
+
+    def chosen(self, start: int, end: int, peak: Peak, last: bool) -> Recomputed:
+        """What a stage recomputes: single nodes where that is enough, and faster than all. Where
+        nothing is enough, what needs least.
+        """
+        ends = slice(end, end + 1)
+        allowed = not last and self.recompute != "never"
+        if allowed and self.recompute == "always":
+            return True
+        needed = float(self.memory.total(start, ends, peak, False)[0])
+        if needed <= self.bytes:
+            return False
+        if self._by_node:
+            inside = self.memory.cuts.nodes(start, end)
+
+            def enough(nodes: tuple[int, ...]) -> bool:
+                return self.memory.of(start, end, peak, nodes).total <= self.bytes
+
+            nodes = self.memory.classes.nodes.choose(inside, enough)
+            if nodes is not None and (len(nodes) < len(inside) or not allowed):
+                return nodes
+            if nodes is None and not (allowed and self.fits(start, ends, peak, True)[0]):
+                return self._least(start, end, peak, allowed)
+        return allowed
+
+    def _least(self, start: int, end: int, peak: Peak, allowed: bool) -> Recomputed:
+        nodes, inside = self.memory.classes.nodes, self.memory.cuts.nodes(start, end)
+        some = (nodes.closed(own, inside) for own in nodes.classes)
+        choices: list[Recomputed] = [allowed, *some]
+        return min(choices, key=lambda each: self.memory.of(start, end, peak, each).total)
+
+    @property
+    def _by_node(self) -> bool:
+        return self.selective and self.recompute == "auto"
 
 
 class Priced(ABC):
@@ -182,9 +231,8 @@ class Replication(Priced):
             seconds[self.cuts.working[ends] == self.cuts.working[start]] = np.inf
         if self.limit is not None:
             peak = self.limit.memory.settings.peak(downstream_workers)
-            fits, recompute = self.limit.choose(start, ends, peak, last=not downstream_workers)
-            forward = self.cuts.forward_seconds
-            seconds = seconds + np.where(recompute, forward[ends] - forward[start], 0.0)
+            fits, again = self.limit.choose(start, ends, peak, last=not downstream_workers)
+            seconds = seconds + again
             seconds[~fits] = np.inf
         return (seconds + self.cuts.stage_overhead(start)[ends]) / self.speed
 
@@ -192,14 +240,21 @@ class Replication(Priced):
 class LeastMemory:
     """Bytes on the fullest worker instead of seconds, to find the plan that needs least memory.
 
-    Where devices differ, bytes are scaled as if every device had `reference` of them.
+    `selective`: single nodes may be recomputed. Where devices differ, bytes are scaled as if every
+    device had `reference` of them.
     """
 
     depends_on_downstream = True
 
-    def __init__(self, memory: MemoryModel, recompute: bool, reference: float = 1.0) -> None:
+    def __init__(
+        self,
+        memory: MemoryModel,
+        recompute: bool,
+        reference: float = 1.0,
+        selective: bool = False,
+    ) -> None:
         self.memory = memory
-        self.recompute = recompute
+        self.recompute, self.selective = recompute, selective
         self.reference = reference
         self.device_bytes = reference
 
@@ -212,6 +267,9 @@ class LeastMemory:
         recompute = self.recompute and downstream_workers > 0
         peak = self.memory.settings.peak(downstream_workers)
         needed = self.memory.total(start, ends, peak, recompute)
+        for number in range(len(self.memory.classes.members) if self.selective else 0):
+            some = self.memory.without_classes(start, ends, peak, number)
+            needed = np.minimum(needed, some)
         if self.device_bytes == self.reference:
             return needed
         return needed * (self.reference / self.device_bytes)

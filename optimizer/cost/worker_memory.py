@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipedream.graph.plan import StageMemory
 from pipedream.optimizer.cost.device_types import DeviceTypes, WorstDevice
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
+from pipedream.optimizer.cost.recomputation import Recomputed
 from pipedream.optimizer.cost.stage_cost import MemoryLimit
 from pipedream.optimizer.cost.stages import StageOnDevices
 from pipedream.schedule.in_flight import warm_up
@@ -16,7 +17,7 @@ from pipedream.schedule.policy import Peak
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What a worker of one stage holds, with how many minibatches, and whether it recomputes.
+    """What a worker of one stage holds, with how many minibatches, and what it recomputes.
 
     `max_in_flight` is the limit on minibatches in flight, `peak` what a round really has of it;
     `device` is the worst device of the stage.
@@ -24,7 +25,7 @@ class WorkerMemory:
 
     peak: Peak
     max_in_flight: int
-    recompute: bool
+    recompute: Recomputed
     memory: StageMemory
     device: WorstDevice
 
@@ -42,7 +43,7 @@ def worker_memory(
 ) -> list[WorkerMemory]:
     """The memory of each stage's workers with the least in flight, PipeDream's number.
 
-    Whether a stage recomputes is decided by the rule that the search follows.
+    What a stage recomputes is decided by the rule that the search follows.
     """
     least = _warm_ups(stages)
     return [_of_stage(memory, stages, types, least, s, limit) for s in range(len(stages))]
@@ -112,15 +113,14 @@ def _of_stage(
     in_flight: Sequence[int],
     position: int,
     limit: MemoryLimit | None = None,
-    recompute: bool = False,
+    recompute: Recomputed = False,
 ) -> WorkerMemory:
-    """One stage with `in_flight` of each stage; `limit` decides whether it recomputes."""
+    """One stage with `in_flight` of each stage; `limit` decides what it recomputes."""
     stage = stages[position]
     policy = memory.settings.policy([stage.replicas for stage in stages], in_flight)
     peak, last = policy.peak(position), position == len(in_flight) - 1
     device = types.worst_of_machines(stage.machines)
     if limit is not None:
-        end = slice(stage.end, stage.end + 1)
-        recompute = bool(limit.on(device).choose(stage.start, end, peak, last)[1][0])
+        recompute = limit.on(device).chosen(stage.start, stage.end, peak, last)
     items = memory.of(stage.start, stage.end, peak, recompute)
     return WorkerMemory(peak, in_flight[position], recompute, items, device)

@@ -70,7 +70,10 @@ def _message(memory: MemoryModel, request: Request) -> str:
             " gpipe or 2bw, or untie the weights"
         )
     # The least memory: as much recomputation as the user allows.
-    limit = MemoryLimit(0.0, memory, "always" if allowed else "never")
+    by_node = _by_node(request)
+    limit = MemoryLimit(
+        0.0, memory, "auto" if by_node else "always" if allowed else "never", by_node
+    )
     workers = worker_memory(memory, limit, closest.stages, request.device_types)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     room = request.room
@@ -107,18 +110,24 @@ def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution |
     """The plan whose fullest worker holds least; its cost is those bytes, scaled as if all devices
     had what the smallest has.
     """
-    machines, types = request.cluster.machines, request.device_types
+    machines, types, by_node = request.cluster.machines, request.device_types, _by_node(request)
     if request.latency is None:
-        cost = LeastMemory(memory, recompute, types.smallest_memory)
+        cost = LeastMemory(memory, recompute, types.smallest_memory, by_node)
         return Search(memory.cuts, machines, cost, request.rules, types).best()
 
     def cost_of(cuts: Cuts) -> LeastMemory:
-        return LeastMemory(MemoryModel(cuts, memory.settings), recompute, types.smallest_memory)
+        cut_memory = MemoryModel(cuts, memory.settings)
+        return LeastMemory(cut_memory, recompute, types.smallest_memory, by_node)
 
     fill_order = build_fill_order(machines, types, request.rules, with_downstream=True)
     goal = Latency(FULLEST)
     fullest = narrowed(memory.cuts, fill_order, cost_of, goal, DoneBounds.unknown).best()
     return fullest and fullest._replace(cost=fullest.cost / FULLEST)
+
+
+def _by_node(request: Request) -> bool:
+    """Whether single nodes may be recomputed."""
+    return request.selective and request.recompute == "auto"
 
 
 def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
@@ -182,7 +191,7 @@ def _items(worker: WorkerMemory, room: float) -> str:
     """The items of a worker's memory in two groups, in words, and what is not its own."""
     memory, count = worker.memory, worker.peak.in_flight
     weights = memory.parameters + memory.weight_versions + memory.optimizer_state
-    passing = memory.activations + memory.inputs + memory.workspace
+    passing = memory.activations + memory.recomputed + memory.inputs + memory.workspace
     plural = "" if count == 1 else "es"
     return (
         f"{show_bytes(weights + memory.gradients)} for weights, optimizer and gradients,"

@@ -83,6 +83,7 @@ class Request:
     - `latency`: the batch to finish soonest, None to plan for throughput;
     - `microbatches`: of one update, for schedules that make one per several minibatches; None for
       the batch of `latency`, or else the default;
+    - `selective`: with `recompute` auto, single nodes of a stage may run again;
     - `footprints`: memory of the graph's nodes; without them each node keeps its outputs;
     - `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and fit;
     - `update_rate`: bytes of parameters that the optimizer updates per second;
@@ -104,6 +105,7 @@ class Request:
     latency: Latency | None = None
     optimizer: OptimizerName = "sgd"
     recompute: Recompute = "auto"
+    selective: bool = False
     footprints: Mapping[str, Footprint] | None = None
     microbatches: int | None = None
     weight_prediction: bool = False
@@ -209,7 +211,8 @@ class Request:
         """The memory limit of a stage, None where neither memory nor recomputation matters."""
         if not self.constrains_stages(device_types):
             return None
-        return MemoryLimit(device_types.smallest_memory, memory, self.recompute)
+        kinds = self.recompute, self.selective
+        return MemoryLimit(device_types.smallest_memory, memory, *kinds)
 
     def workers(self, memory: MemoryModel, stages: Sequence[StageOnDevices]) -> list[WorkerMemory]:
         """The memory of each stage's workers, as `worker_memory`."""

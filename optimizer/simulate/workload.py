@@ -99,7 +99,8 @@ class Workload:
         for stage, nodes in zip(plan.stages, own, strict=True):
             overhead = (overheads or TrainingOverheads({})).of_stage(stage.stage, len(plan.stages))
             forward_seconds = _total(overhead[0], arrays.forward[nodes])
-            again = forward_seconds if stage.recompute else 0.0
+            again = forward_seconds if stage.recomputes_all else 0.0
+            again += _total(0.0, arrays.forward[[arrays.place[n] for n in stage.recomputed_nodes]])
             backward_seconds = _total(overhead[1], arrays.backward[nodes]) + again
             parameters = _total(0.0, arrays.parameters[nodes])
             if overheads is not None:
@@ -114,12 +115,7 @@ class Workload:
                 backward_seconds=backward_seconds,
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,
-                memory=HeldBytes.of(
-                    stage.memory,
-                    policy.peak(stage.stage),
-                    stage.recompute,
-                    kept,
-                ),
+                memory=HeldBytes.of(stage.memory, policy.peak(stage.stage), kept),
                 parts=(
                     _parts(nodes, arrays, again, backward_seconds) if len(stage.ranks) > 1 else ()
                 ),

@@ -168,7 +168,7 @@ class _Made:
             return None
         _, run, number, _ = known
         run.uses[number] += 1
-        shape = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        shape = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return _Output(run, number, *shape, tensor.requires_grad)
 
     def keep(self, tensor: Tensor) -> _Packed:
@@ -184,7 +184,7 @@ class _Made:
         for number, tensor in enumerate(outputs):
             storage = _storage(tensor)
             if storage not in others and storage not in self.known:
-                weak = StorageWeakRef(tensor.untyped_storage())
+                weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
                 self.known[storage] = weak, run, number, tensor.dtype
 
 
@@ -195,7 +195,8 @@ def _storage(tensor: Tensor) -> Storage:
 @dataclass(eq=False)
 class _RunAgain:
     """A run of one minibatch. `order`: among those of its pass; `inputs` and `state` are what it
-    reads; it may write the buffers `written`. `uses`: how often each output is needed; `wanted`: which saved tensors are.
+    reads; it may write the buffers `written`. `uses`: how often each output is needed; `wanted`:
+    which saved tensors are.
 
     While it has run again: `outputs` and `saved` that are still to be used, `left` as `uses`.
     """

@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection
 
 import pytest
 import torch
-from one_rank import Data, OneRank, none_halved, regression
+from one_rank import OneRank, none_halved, regression
 from torch import Tensor, nn
 
 from pipedream.capture.captured import Captured
-from pipedream.runtime.data.batch import Batch
 from pipedream.schedule.action import Action, Kind
 
 
@@ -87,7 +86,9 @@ def of_kind(*kinds: str) -> Callable[[Captured], Collection[str]]:
     return chosen
 
 
-def trained(model: nn.Module, again: Callable[[Captured], Collection[str]], **more: object) -> OneRank:
+def trained(
+    model: nn.Module, again: Callable[[Captured], Collection[str]], **more: object
+) -> OneRank:
     options: dict[str, object] = {"halved": none_halved, "data": regression(), **more}
     return OneRank(copy.deepcopy(model), again=again, **options).train()  # type: ignore[arg-type]
 
@@ -137,4 +138,6 @@ class Watch:
 def storage_bytes() -> int:
     gc.collect()
     tensors = (x for x in gc.get_objects() if isinstance(x, Tensor))
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
