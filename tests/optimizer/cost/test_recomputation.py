@@ -25,7 +25,9 @@ def planning(nodes, edges=None):
     }
     pairs = itertools.pairwise(range(len(nodes))) if edges is None else edges
     graph = Graph(known, tuple((f"n{a}", f"n{b}") for a, b in pairs))
-    kept = {name: Footprint(float(saved), 0.0) for name, (_, saved, _) in zip(known, nodes)}
+    kept = {
+        name: Footprint(float(saved), 0.0) for name, (_, saved, _) in zip(known, nodes, strict=True)
+    }
     return PlanningGraph.of(graph, kept)
 
 
@@ -73,7 +75,7 @@ sizes = st.integers(1, 9)
 def test_at_most_one_node_worse_than_the_best(chain, excess):
     """Where each frees what it saves, as for minibatches in flight."""
     nodes = Recomputable(planning([(forward, saved, saved) for forward, saved in chain]))
-    free = [n for n in nodes.order]
+    free = list(nodes.order)
 
     def freed(some):
         return nodes.saved_bytes[list(some)].sum()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import weakref
 from collections.abc import Callable, Collection
 
 import pytest
 import torch
-from one_rank import OneRank, none_halved, regression
+from one_rank import Data, OneRank, none_halved, regression
 from torch import Tensor, nn
 
 from pipedream.capture.captured import Captured
+from pipedream.runtime.data.batch import Batch
 from pipedream.schedule.action import Action, Kind
 
 
@@ -122,22 +124,79 @@ def test_under_autocast(again: Callable[[Captured], Collection[str]]) -> None:
     assert all(torch.equal(t, selective.state[n]) for n, t in plain.state.items())
 
 
-class Watch:
-    """Notes the bytes of tensors after all forward passes of a round, and the most later on."""
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes of tensors at once, above those at the beginning."""
+    trace = torch.autograd.profiler.profile(profile_memory=True)
+    with trace:
+        run()
+    result = trace.kineto_results
+    assert result is not None
+    now = most = 0
+    for event in sorted(result.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()  # type: ignore[attr-defined]
+            most = max(most, now)
+    return most
 
-    def __init__(self) -> None:
-        self.after_forward, self.most = 0, 0
 
-    def __call__(self, action: Action) -> None:
-        held = storage_bytes()
+def wide(count: int) -> Data:
+    x, y = torch.randn(2, count, 4096, 6)
+    return Data([Batch((a,), b) for a, b in zip(x, y, strict=True)])
+
+
+class Layers(nn.Module):
+    """Layers of which each saves what it gives: `count` times 4096 x 6 numbers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def but_every_fourth(captured: Captured) -> Collection[str]:
+    tanhs = of_kind("Tanh", "tanh")(captured)
+    assert len(tanhs) == 16
+    return [node for node in captured.working if node not in tanhs[3::4]]
+
+
+EACH = 4096 * 6 * 4
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_holds_less(minibatches: int) -> None:
+    """All that the three minibatches in flight keep is every fourth output; what lies between two
+    of them is made again at a time.
+    """
+    torch.manual_seed(3)
+    model, data = Layers(16), wide(minibatches)
+    ranks = [
+        OneRank(copy.deepcopy(model), data, 1, halved=none_halved, again=again)
+        for again in (none, but_every_fourth)
+    ]
+    plain, selective = (peak_bytes(rank.train) for rank in ranks)
+    assert plain >= minibatches * 16 * EACH
+    assert selective <= (minibatches * 4 + 4 + 5) * EACH
+
+
+def test_nothing_is_left_by_itself() -> None:
+    torch.manual_seed(3)
+    rank = OneRank(Layers(16), wide(3), 1, halved=none_halved, again=but_every_fourth)
+    left: list[weakref.ref[object]] = []
+
+    def look(action: Action) -> None:
         if action.kind is Kind.FORWARD:
-            self.after_forward = max(self.after_forward, held)
-        self.most = max(self.most, held)
+            runs = [x for x in gc.get_objects() if type(x).__name__ == "_RunAgain"]
+            left.extend(map(weakref.ref, runs))
 
-
-def storage_bytes() -> int:
-    gc.collect()
-    tensors = (x for x in gc.get_objects() if isinstance(x, Tensor))
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
+    rank.after = look
+    gc.disable()
+    try:
+        rank.train()
+    finally:
+        gc.enable()
+    assert left
+    assert all(each() is None for each in left)
