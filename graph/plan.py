@@ -158,6 +158,15 @@ class Stage(ArtifactModel):
     of which nothing is kept in between.
     """
 
+    offload: bool = False
+    """Whether what the nodes keep for backward passes is moved to the memory of the host meanwhile.
+    """
+
+    @property
+    def by_autograd(self) -> bool:
+        """Tells whether its passes have to be those of autograd, neither compiled nor divided."""
+        return self.offload or bool(self.recomputed_nodes)
+
     @property
     def recomputes_all(self) -> bool:
         return self.recompute is True
@@ -200,8 +209,12 @@ class Stage(ArtifactModel):
         for name in self.recomputed_nodes:
             if name not in self.nodes:
                 raise ValueError(f"stage {self.stage} recomputes node {name}, not one of its own")
-        if self.mesh is not None and self.recomputed_nodes:
-            raise ValueError(f"stage {self.stage} is on a mesh, where recompute is true or false")
+        if self.mesh is not None and self.by_autograd:
+            raise ValueError(
+                f"stage {self.stage} is on a mesh, where recompute is true or false, offload false"
+            )
+        if self.offload and self.recompute:
+            raise ValueError(f"stage {self.stage} has offload and recompute: choose one")
         return self
 
 
@@ -434,10 +447,10 @@ class Plan(DraftPlan):
         self._check_ranks()
         if self.order not in (None, *WHOLE_ORDERS):
             for stage in self.stages:
-                if stage.recomputed_nodes:
+                if stage.by_autograd:
                     raise ValueError(
-                        f"stage {stage.stage} recomputes single nodes: order {self.order} divides"
-                        " backward passes, where recompute is true or false"
+                        f"stage {stage.stage} recomputes single nodes, or has offload: order"
+                        f" {self.order} divides backward passes, where recompute is true or false"
                     )
         if self.order_times is not None:
             self.order_times.check(len(self.stages))

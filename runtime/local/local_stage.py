@@ -63,7 +63,7 @@ class LocalStage:
             self._write_source(captures.whole)
         whole = self._stage_module(captures.whole)
         if job.config.records_passes:
-            if job.plan.stages[self.stage].recomputed_nodes:
+            if job.plan.stages[self.stage].by_autograd:
                 refuse_selective(self.stage, compiled=False, recorded=True)
             whole.program.recordings = Recordings(job.policy.peak(self.stage).in_flight)
         self.module = whole.piece.module

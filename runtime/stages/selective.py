@@ -34,14 +34,14 @@ Storage: TypeAlias = int
 
 
 def refuse_selective(stage: int, compiled: object, recorded: object = False) -> None:
-    """Raises UserError if a stage that recomputes some nodes is `compiled`, or its passes are
-    `recorded`.
+    """Raises UserError if a stage that recomputes some nodes, or moves what it saves to the host,
+    is `compiled`, or its passes are `recorded`.
     """
     if compiled or recorded:
         what = "torch.compile" if compiled else "a recording of its passes"
         raise UserError(
-            f"stage {stage}: its recompute in the plan names single nodes, which does not go with"
-            f" {what}: write true or false, or plan with --recompute whole"
+            f"stage {stage}: the plan recomputes single nodes or offloads activations, which does"
+            f" not go with {what}: plan with --recompute whole"
         )
 
 
@@ -93,7 +93,7 @@ class SelectiveRun:
             name: tensor.clone() if name in self.written else tensor
             for name, tensor in state.items()
         }
-        own = {_storage(tensor) for tensor in state.values()}
+        own = {storage_of(tensor) for tensor in state.values()}
         inputs = [made.input(tensor, own) for tensor in given]
         setting = self._setting(self.rng.epoch, self.rng.minibatch)
         again = _RunAgain(made.count, run, inputs, before, self.written, setting)
@@ -163,7 +163,7 @@ class _Made:
 
     def find(self, tensor: Tensor) -> _Output | None:
         """Returns where a tensor comes from, if it will be made again."""
-        known = self.known.get(_storage(tensor))
+        known = self.known.get(storage_of(tensor))
         if known is None or known[3] != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         _, run, number, _ = known
@@ -176,19 +176,20 @@ class _Made:
 
     def input(self, tensor: Tensor, state: Collection[Storage]) -> Tensor | _Output:
         """Returns what stands for an input of a run until it runs again."""
-        found = None if _storage(tensor) in state else self.find(tensor)
+        found = None if storage_of(tensor) in state else self.find(tensor)
         return found or tensor.detach().requires_grad_(tensor.requires_grad)
 
     def add(self, run: _RunAgain, outputs: Sequence[Tensor], others: Collection[Storage]) -> None:
         """Takes note of outputs, except those in the memory of other tensors."""
         for number, tensor in enumerate(outputs):
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             if storage not in others and storage not in self.known:
                 weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
                 self.known[storage] = weak, run, number, tensor.dtype
 
 
-def _storage(tensor: Tensor) -> Storage:
+def storage_of(tensor: Tensor) -> Storage:
+    """Returns where a tensor lies."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -217,12 +218,12 @@ class _RunAgain:
         self, made: _Made, given: Sequence[Tensor], state: Mapping[str, Tensor]
     ) -> Sequence[Tensor]:
         """Runs for the first time, and adds to what has been `made`."""
-        held = {_storage(tensor) for tensor in (*given, *state.values())}
+        held = {storage_of(tensor) for tensor in (*given, *state.values())}
         numbers = count()
 
         def pack(tensor: Tensor) -> _Packed:
             number = next(numbers)
-            if _storage(tensor) in held:
+            if storage_of(tensor) in held:
                 return made.keep(tensor)
             self.wanted.add(number)
             return _Saved(self, number)

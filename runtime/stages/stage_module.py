@@ -117,8 +117,9 @@ class StageModule:
             seed_each(piece, captured.module, rng)
             mark_groups(piece.module, captured, interface.nodes, plan.eager_nodes or ())
             again, selective = plan.stages[stage].recomputed_nodes, None
-            if again:
+            if plan.stages[stage].by_autograd:
                 refuse_selective(stage, backend)
+            if again:
                 selective = SelectiveRun(piece, again, captured.owner, rng, precision)
             run = make_compute(piece, precision, backend, selective)
         program = StageProgram(piece, precision, backend, ends, nodes=GraphNodes.of(captured))

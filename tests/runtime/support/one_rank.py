@@ -23,6 +23,7 @@ from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
 from pipedream.runtime.engine.forward import Minibatches
+from pipedream.runtime.engine.offload import OffloadedActivations
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
@@ -75,6 +76,7 @@ class Data:
 class OneRank:
     """A rank with the `stages` of a model, cut in pieces of about as many nodes.
 
+    `offload`: whether what they save is copied to the host.
     `before` and `after` are called with each action. `varying`: minibatches differ in shape, and
     the stages have as many forms. `group`: of replicas that add up their gradients. `again`: nodes
     that are recomputed, of those of the model.
@@ -87,6 +89,7 @@ class OneRank:
     halved: Which = all_halved
     recompute: bool = False
     again: Callable[[Captured], Collection[str]] = lambda captured: ()
+    offload: bool = False
     autocast: str | None = None
     backend: str | None = None
     scale: float = 1.0
@@ -157,6 +160,7 @@ class OneRank:
             on_loss=lambda b, loss: self.losses.__setitem__(b, loss.item()),
             rng=self.rng,
             recompute=self.recompute and stage < self.stages - 1,
+            offload=OffloadedActivations(self.device) if self.offload else None,
         )
 
     def _choice(self, stage: int, stage_module: StageModule) -> StageForms:
