@@ -161,6 +161,8 @@ class Stage(ArtifactModel):
     offload: bool = False
     """Whether what the nodes keep for backward passes is moved to the memory of the host meanwhile.
     """
+    offload_seconds: Amount | None = None
+    """What that takes for a minibatch in each direction, beside the passes."""
 
     @property
     def by_autograd(self) -> bool:
@@ -323,6 +325,7 @@ class PlanningOptions(ArtifactModel):
     memory: str | None = None
     room: str | None = None
     recompute: Recompute = "auto"
+    host_bandwidth: str | None = None
     straight: bool = False
     fewer_machines: bool = False
     activation_compression: float | None = None

@@ -194,6 +194,11 @@ GROUPS = {
             " hold otherwise, single nodes where that is enough; whole: there, whole stages.",
         ),
         option(
+            "--host-bandwidth BYTES",
+            "Bytes per second between a device and its host, each way: stages that --memory would"
+            " not hold may then keep activations there.  [default: they stay on the device]",
+        ),
+        option(
             "--in-flight",
             "Minibatches between forward and backward: as many as keep the pace and fit, or"
             " PipeDream's number, with less memory and fresher weights.",

@@ -101,6 +101,7 @@ class Options:
     optimizer: OptimizerName = "adam"
     weight_prediction: bool = False
     recompute: Recompute = "auto"
+    host_bandwidth: str | None = None
     in_flight: InFlight = "useful"
 
     mesh: str | None = None

@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 
 from pipedream.graph.choices import MICROBATCHES, OptimizerName, ScheduleName
 from pipedream.graph.plan import StageMemory
-from pipedream.optimizer.cost.recomputation import RecomputationClasses, Recomputed
+from pipedream.optimizer.cost.recomputation import (
+    OFFLOADED_SETS,
+    Offloaded,
+    RecomputationClasses,
+    Recomputed,
+)
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
 from pipedream.schedule.policy import Peak, Policy, policy, uniform_updates
@@ -171,6 +176,9 @@ class MemoryModel:
         ends = slice(end, end + 1)
         parameters, saved, received, sent = self._amounts(start, ends)
         copies = self._copies(peak, recompute is True)
+        if isinstance(recompute, Offloaded):
+            copies = copies._replace(saved=min(copies.saved, OFFLOADED_SETS - 1))
+            recompute = False
         parts, again = self._varying_parts(start, ends), np.zeros(0)
         if recompute:
             parts, again = self._with_recomputed(start, end, recompute, parts)
@@ -190,13 +198,28 @@ class MemoryModel:
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
-    def _freed(self, recompute: Recomputed) -> float:
+    def offloaded(self, start: int, ends: States, peak: Peak) -> Floats:
+        """As `total`, if what is saved is moved to the host."""
+        saved = self._saved[-1, ends] - self._saved[-1, start]
+        moved = max(0, peak.in_flight - OFFLOADED_SETS) * saved
+        return np.asarray(self.total(start, ends, peak, recompute=False) - moved)
+
+    def copy_seconds(self, start: int, ends: States, bandwidth: float) -> Floats:
+        """Seconds to move what a minibatch saves, at so many bytes per second."""
+        return np.asarray((self._saved[-1, ends] - self._saved[-1, start]) / bandwidth)
+
+    @cached_property
+    def compute_seconds(self) -> Floats:
+        """[state]: forward and backward of the nodes before the cut."""
+        return self.cuts.sum(self.cuts.graph.compute_seconds)
+
+    def _freed(self, recompute: bool | tuple[int, ...]) -> float:
         """Bytes that a minibatch in flight does not keep, where single nodes are recomputed."""
         nodes = [] if isinstance(recompute, bool) else list(recompute)
         return float(self.classes.nodes.saved_bytes[nodes].sum()) if nodes else 0.0
 
     def _with_recomputed(
-        self, start: int, end: int, recompute: Recomputed, parts: _Parts
+        self, start: int, end: int, recompute: bool | tuple[int, ...], parts: _Parts
     ) -> tuple[_Parts, Floats]:
         """The parts of the backward pass of one stage that recomputes, and of those [moment] what
         has been made again. A stage that does so as a whole makes all of it at once.

@@ -9,6 +9,7 @@ that is added to something, is made again along with it: its `cone`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -26,8 +27,35 @@ _STEPS = 16
 """Numbers of nodes of which the smallest that is enough is looked for first; and expensive nodes
 that are tried to be left out."""
 
-Recomputed: TypeAlias = bool | tuple[int, ...]
-"""Whether a stage recomputes as a whole, or the nodes that it does."""
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What a stage saves is moved to the memory of the host meanwhile: `seconds` of a minibatch in
+    one direction, beside the passes, as if on the device that was profiled.
+    """
+
+    seconds: float
+
+
+Recomputed: TypeAlias = bool | tuple[int, ...] | Offloaded
+"""Whether a stage recomputes as a whole, or the nodes that it does; or what it does instead."""
+
+OFFLOADED_SETS = 2
+"""Minibatches of which a device holds what they have saved, if that is moved to the host: one goes
+backward while the one before leaves or the next arrives.
+"""
+
+
+def compute_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: Recomputed) -> float:
+    """Forward plus backward of these nodes on one worker; with `recompute` a second forward pass of
+    all or some, or copies beside the passes, if these take longer.
+    """
+    inside = list(nodes)
+    if isinstance(recompute, Offloaded):
+        return max(float(graph.compute_seconds[inside].sum()), recompute.seconds)
+    again = list(nodes if recompute is True else recompute or ())
+    second_forward = graph.forward_seconds[again].sum()
+    return float(graph.compute_seconds[inside].sum() + second_forward)
 
 
 class Recomputable:

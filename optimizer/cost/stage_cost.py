@@ -20,7 +20,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import WorstDevice
 from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
-from pipedream.optimizer.cost.recomputation import Recomputed
+from pipedream.optimizer.cost.recomputation import Offloaded, Recomputed, compute_seconds
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.schedule.policy import Peak
@@ -72,23 +72,27 @@ class MemoryLimit:
 
     `recompute`: never; in stages that would not fit otherwise (auto, whole); always in all stages
     but the last, whose backward pass follows its forward pass at once (except with gpipe).
-    `selective`: single nodes may, where that is enough.
+    `selective`: single nodes may, where that is enough. `host_bandwidth`: bytes per second to the
+    host and back, where activations may be moved there. `speed` of the devices.
     """
 
     bytes: float
     memory: MemoryModel
     recompute: Recompute = "never"
     selective: bool = False
+    host_bandwidth: float | None = None
+    speed: float = 1.0
 
     def on(self, device: WorstDevice) -> MemoryLimit:
         """The limit with the memory of this device."""
-        return replace(self, bytes=device.memory)
+        return replace(self, bytes=device.memory, speed=device.speed)
 
     def fits(self, start: int, ends: States, peak: Peak, recompute: bool) -> Bools:
         return self.memory.total(start, ends, peak, recompute) <= self.bytes
 
     def choose(self, start: int, ends: States, peak: Peak, last: bool) -> tuple[Bools, Floats]:
-        """For each stage whether it fits at all, and the seconds of a minibatch that it recomputes.
+        """For each stage whether it fits at all, and the seconds of a minibatch that it recomputes,
+        or waits for the host.
 
         `last`: the stages end the pipeline.
         """
@@ -107,39 +111,44 @@ class MemoryLimit:
                 enough = self.memory.without_classes(start, ends, peak, number) <= self.bytes
                 some = np.minimum(seconds[ends] - seconds[start], again)
                 cost = np.minimum(cost, np.where(enough, some, np.inf))
+        if self._by_node and self.host_bandwidth is not None and not fits.all():
+            enough = self.memory.offloaded(start, ends, peak) <= self.bytes
+            copies = self.memory.copy_seconds(start, ends, self.host_bandwidth) * self.speed
+            compute = self.memory.compute_seconds
+            waiting = np.maximum(copies - (compute[ends] - compute[start]), 0.0)
+            cost = np.minimum(cost, np.where(enough, waiting, np.inf))
         cost[fits] = 0.0
         fits = np.isfinite(cost)
         return fits, np.where(fits, cost, 0.0)
 
     def chosen(self, start: int, end: int, peak: Peak, last: bool) -> Recomputed:
-        """What a stage recomputes: single nodes where that is enough, and faster than all. Where
-        nothing is enough, what needs least.
+        """What a stage recomputes or moves to the host: the fastest that is enough. Where nothing
+        is enough, what needs least.
         """
         ends = slice(end, end + 1)
         allowed = not last and self.recompute != "never"
         if allowed and self.recompute == "always":
             return True
-        needed = float(self.memory.total(start, ends, peak, False)[0])
-        if needed <= self.bytes:
+        if self.fits(start, ends, peak, False)[0]:
             return False
-        if self._by_node:
-            inside = self.memory.cuts.nodes(start, end)
+        if not self._by_node:
+            return allowed
 
-            def enough(nodes: tuple[int, ...]) -> bool:
-                return self.memory.of(start, end, peak, nodes).total <= self.bytes
+        def bytes_of(choice: Recomputed) -> float:
+            return self.memory.of(start, end, peak, choice).total
 
-            nodes = self.memory.classes.nodes.choose(inside, enough)
-            if nodes is not None and (len(nodes) < len(inside) or not allowed):
-                return nodes
-            if nodes is None and not (allowed and self.fits(start, ends, peak, True)[0]):
-                return self._least(start, end, peak, allowed)
-        return allowed
-
-    def _least(self, start: int, end: int, peak: Peak, allowed: bool) -> Recomputed:
         nodes, inside = self.memory.classes.nodes, self.memory.cuts.nodes(start, end)
+        fastest = nodes.choose(inside, lambda some: bytes_of(some) <= self.bytes)
         some = (nodes.closed(own, inside) for own in nodes.classes)
-        choices: list[Recomputed] = [allowed, *some]
-        return min(choices, key=lambda each: self.memory.of(start, end, peak, each).total)
+        choices: list[Recomputed] = [allowed, *(some if fastest is None else [fastest])]
+        if self.host_bandwidth is not None:
+            copies = self.memory.copy_seconds(start, ends, self.host_bandwidth)[0]
+            choices.append(Offloaded(float(copies) * self.speed))
+        enough = [choice for choice in choices if bytes_of(choice) <= self.bytes]
+        if enough:
+            graph = self.memory.cuts.graph
+            return min(enough, key=lambda choice: compute_seconds(graph, inside, choice))
+        return min(choices, key=bytes_of)
 
     @property
     def _by_node(self) -> bool:
@@ -240,8 +249,8 @@ class Replication(Priced):
 class LeastMemory:
     """Bytes on the fullest worker instead of seconds, to find the plan that needs least memory.
 
-    `selective`: single nodes may be recomputed. Where devices differ, bytes are scaled as if every
-    device had `reference` of them.
+    `selective`: single nodes may be recomputed; `offload`: activations moved to the host. Where
+    devices differ, bytes are scaled as if every device had `reference` of them.
     """
 
     depends_on_downstream = True
@@ -252,9 +261,10 @@ class LeastMemory:
         recompute: bool,
         reference: float = 1.0,
         selective: bool = False,
+        offload: bool = False,
     ) -> None:
         self.memory = memory
-        self.recompute, self.selective = recompute, selective
+        self.recompute, self.selective, self.offload = recompute, selective, offload
         self.reference = reference
         self.device_bytes = reference
 
@@ -270,6 +280,8 @@ class LeastMemory:
         for number in range(len(self.memory.classes.members) if self.selective else 0):
             some = self.memory.without_classes(start, ends, peak, number)
             needed = np.minimum(needed, some)
+        if self.offload:
+            needed = np.minimum(needed, self.memory.offloaded(start, ends, peak))
         if self.device_bytes == self.reference:
             return needed
         return needed * (self.reference / self.device_bytes)

@@ -14,10 +14,9 @@ from itertools import product
 import numpy as np
 
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.cost.recomputation import Recomputed
+from pipedream.optimizer.cost.recomputation import Recomputed, compute_seconds
 from pipedream.optimizer.cost.stage_cost import LevelShare, Replication
 from pipedream.optimizer.cost.stages import NestedStage, Share
-from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 
 def ranks(stage: NestedStage, cluster: Cluster) -> tuple[int, ...]:
@@ -29,16 +28,6 @@ def ranks(stage: NestedStage, cluster: Cluster) -> tuple[int, ...]:
     """
     places = (share.components for share in stage.shares)
     return tuple(cluster.rank(place) for place in product(*places))
-
-
-def compute_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: Recomputed) -> float:
-    """Forward plus backward of these nodes on one worker; with `recompute` a second forward pass of
-    all or some.
-    """
-    inside = list(nodes)
-    again = list(nodes if recompute is True else recompute or ())
-    second_forward = graph.forward_seconds[again].sum()
-    return float(graph.compute_seconds[inside].sum() + second_forward)
 
 
 def stage_time(

@@ -119,6 +119,9 @@ def _memory_table(outcome: Outcome) -> Table:
         if stage.recompute
     ]
     note = f" Forward pass recomputed: stage {', '.join(recomputing)}." if recomputing else ""
+    offloading = [str(stage.stage) for stage in plan.stages if stage.offload]
+    if offloading:
+        note += f" Activations moved to the host: stage {', '.join(offloading)}."
     if outcome.rank_bytes is not None:
         note += f" A rank holds up to {show_bytes(outcome.rank_bytes)} at once, of all its stages."
     if outcome.room:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import ceil
 
+from pipedream.graph.choices import Recompute
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Footprint
 from pipedream.graph.units import show_bytes
@@ -71,9 +72,8 @@ def _message(memory: MemoryModel, request: Request) -> str:
         )
     # The least memory: as much recomputation as the user allows.
     by_node = _by_node(request)
-    limit = MemoryLimit(
-        0.0, memory, "auto" if by_node else "always" if allowed else "never", by_node
-    )
+    most: Recompute = "auto" if by_node else "always" if allowed else "never"
+    limit = MemoryLimit(0.0, memory, most, by_node, request.host_bandwidth)
     workers = worker_memory(memory, limit, closest.stages, request.device_types)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     room = request.room
@@ -111,13 +111,14 @@ def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution |
     had what the smallest has.
     """
     machines, types, by_node = request.cluster.machines, request.device_types, _by_node(request)
+    ways = by_node, by_node and request.host_bandwidth is not None
     if request.latency is None:
-        cost = LeastMemory(memory, recompute, types.smallest_memory, by_node)
+        cost = LeastMemory(memory, recompute, types.smallest_memory, *ways)
         return Search(memory.cuts, machines, cost, request.rules, types).best()
 
     def cost_of(cuts: Cuts) -> LeastMemory:
         cut_memory = MemoryModel(cuts, memory.settings)
-        return LeastMemory(cut_memory, recompute, types.smallest_memory, by_node)
+        return LeastMemory(cut_memory, recompute, types.smallest_memory, *ways)
 
     fill_order = build_fill_order(machines, types, request.rules, with_downstream=True)
     goal = Latency(FULLEST)

@@ -83,7 +83,8 @@ class Request:
     - `latency`: the batch to finish soonest, None to plan for throughput;
     - `microbatches`: of one update, for schedules that make one per several minibatches; None for
       the batch of `latency`, or else the default;
-    - `selective`: with `recompute` auto, single nodes of a stage may run again;
+    - `selective`: with `recompute` auto, single nodes of a stage may run again; and its
+      activations be moved to the host, with `host_bandwidth` bytes per second each way;
     - `footprints`: memory of the graph's nodes; without them each node keeps its outputs;
     - `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and fit;
     - `update_rate`: bytes of parameters that the optimizer updates per second;
@@ -106,6 +107,7 @@ class Request:
     optimizer: OptimizerName = "sgd"
     recompute: Recompute = "auto"
     selective: bool = False
+    host_bandwidth: float | None = None
     footprints: Mapping[str, Footprint] | None = None
     microbatches: int | None = None
     weight_prediction: bool = False
@@ -211,7 +213,7 @@ class Request:
         """The memory limit of a stage, None where neither memory nor recomputation matters."""
         if not self.constrains_stages(device_types):
             return None
-        kinds = self.recompute, self.selective
+        kinds = self.recompute, self.selective, self.host_bandwidth
         return MemoryLimit(device_types.smallest_memory, memory, *kinds)
 
     def workers(self, memory: MemoryModel, stages: Sequence[StageOnDevices]) -> list[WorkerMemory]:

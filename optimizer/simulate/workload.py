@@ -102,6 +102,10 @@ class Workload:
             again = forward_seconds if stage.recomputes_all else 0.0
             again += _total(0.0, arrays.forward[[arrays.place[n] for n in stage.recomputed_nodes]])
             backward_seconds = _total(overhead[1], arrays.backward[nodes]) + again
+            if stage.offload_seconds is not None:  # what is not hidden beside the passes
+                speed = min(plan.cluster.device(rank).speed for rank in stage.ranks)
+                passes = forward_seconds + backward_seconds
+                backward_seconds += max(0.0, stage.offload_seconds * speed - passes)
             parameters = _total(0.0, arrays.parameters[nodes])
             if overheads is not None:
                 round_size = policy.round_size(stage.stage) / len(stage.ranks)
