@@ -15,6 +15,7 @@ from saving_models import EACH, Convolutions, Layers, Shared, blocks, wide
 from torch import nn
 
 from pipedream.capture.captured import Captured
+from pipedream.graph.errors import UserError
 from pipedream.schedule.action import Action, Kind
 
 
@@ -128,3 +129,8 @@ def test_nothing_is_left_by_itself() -> None:
         gc.enable()
     assert left
     assert all(each() is None for each in left)
+
+
+def test_a_compiled_stage_is_refused() -> None:
+    with pytest.raises(UserError, match="does not go with torch.compile: plan with --recompute"):
+        OneRank(blocks(), regression(), 1, halved=none_halved, again=every, backend="eager")
