@@ -166,7 +166,6 @@ class Stage(ArtifactModel):
     """Whether the replicas divide the optimizer's state among them (ZeRO-1): each updates a part of
     the parameters, and receives the others.
     """
-
     offload: bool = False
     """Whether what the nodes keep for backward passes is moved to the memory of the host meanwhile.
     """
