@@ -78,7 +78,12 @@ def _message(memory: MemoryModel, request: Request) -> str:
     workers = worker_memory(memory, limit, closest.stages, request.device_types)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     room = request.room
-    needed, has = worker.memory.total + room, worker.device.memory + room
+    least = worker.memory.total
+    if by_node:  # the search counts classes of nodes, and so more than the stage may take
+        least = max(
+            least, closest.cost * worker.device.memory / request.device_types.smallest_memory
+        )
+    needed, has = least + room, worker.device.memory + room
     if has == request.memory:
         lacking, remedies = "--memory", [f"give at least --memory {_round_up(needed)}"]
     else:
