@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from pipedream.graph.choices import (
     DEFAULT_ORDER,
+    WHOLE_ORDERS,
     Grouping,
     InFlight,
     IntraOp,
@@ -120,6 +121,8 @@ class StageMemory(ArtifactModel):
     """Of the parameters."""
     activations: Amount
     """What the nodes keep for the backward passes of the minibatches in flight."""
+    recomputed: Amount = 0.0
+    """What the forward pass that runs again makes for the backward pass of one minibatch."""
     inputs: Amount
     """What the stage has received, and what is on its way, input batches among it."""
     workspace: Amount
@@ -154,14 +157,34 @@ class Stage(ArtifactModel):
     """What `memory_bytes` is made of."""
     in_flight: int | None = Field(default=None, ge=1)
     """Minibatches between forward and backward on each worker."""
-    recompute: bool = False
+    recompute: bool | tuple[str, ...] = False
     """Whether the forward pass runs again before the backward pass, so that only what the stage has
-    received is kept in between.
+    received is kept in between; or the nodes that run again in the course of the backward pass, and
+    of which nothing is kept in between.
     """
     zero: bool = False
     """Whether the replicas divide the optimizer's state among them (ZeRO-1): each updates a part of
     the parameters, and receives the others.
     """
+    offload: bool = False
+    """Whether what the nodes keep for backward passes is moved to the memory of the host meanwhile.
+    """
+    offload_seconds: Amount | None = None
+    """What that takes for a minibatch in each direction, beside the passes."""
+
+    @property
+    def by_autograd(self) -> bool:
+        """Tells whether its passes have to be those of autograd, neither compiled nor divided."""
+        return self.offload or bool(self.recomputed_nodes)
+
+    @property
+    def recomputes_all(self) -> bool:
+        return self.recompute is True
+
+    @property
+    def recomputed_nodes(self) -> tuple[str, ...]:
+        """Returns the nodes that run again one by one, if not the whole stage does."""
+        return () if isinstance(self.recompute, bool) else self.recompute
 
     @property
     def devices(self) -> int:
@@ -189,6 +212,19 @@ class Stage(ArtifactModel):
             if self.mesh is None:
                 raise ValueError(f"stage {self.stage} has placements and no mesh")
             self.placements.requests(len(self.mesh))
+        return self
+
+    @model_validator(mode="after")
+    def _check_recompute(self) -> Stage:
+        for name in self.recomputed_nodes:
+            if name not in self.nodes:
+                raise ValueError(f"stage {self.stage} recomputes node {name}, not one of its own")
+        if self.mesh is not None and self.by_autograd:
+            raise ValueError(
+                f"stage {self.stage} is on a mesh, where recompute is true or false, offload false"
+            )
+        if self.offload and self.recompute:
+            raise ValueError(f"stage {self.stage} has offload and recompute: choose one")
         return self
 
 
@@ -336,6 +372,7 @@ class PlanningOptions(ArtifactModel):
     room: str | None = None
     recompute: Recompute = "auto"
     zero: Zero = "auto"
+    host_bandwidth: str | None = None
     straight: bool = False
     fewer_machines: bool = False
     activation_compression: float | None = None
@@ -454,10 +491,17 @@ class Plan(DraftPlan):
         for position, stage in enumerate(self.stages):
             if stage.stage != position:
                 raise ValueError(f"stage {stage.stage} stands at position {position}")
-        if self.stages[-1].recompute:
+        if self.stages[-1].recomputes_all:
             raise ValueError("the last stage has recompute: its backward pass follows at once")
         self._check_nodes()
         self._check_ranks()
+        if self.order not in (None, *WHOLE_ORDERS):
+            for stage in self.stages:
+                if stage.by_autograd:
+                    raise ValueError(
+                        f"stage {stage.stage} recomputes single nodes, or has offload: order"
+                        f" {self.order} divides backward passes, where recompute is true or false"
+                    )
         if self.order_times is not None:
             self.order_times.check(len(self.stages))
         return self

@@ -300,6 +300,12 @@ def _start(job: Job, workers: int | None, max_restarts: int) -> int:
     warning = without_srun()
     if warning is not None:
         print(f"pd-train: {warning}", file=sys.stderr)
+    if job.device == "cpu" and any(stage.offload for stage in job.plan.stages):
+        print(
+            "pd-train: the plan moves activations to the memory of the host, where they are on"
+            " --device cpu: that takes time and saves nothing",
+            file=sys.stderr,
+        )
     if sys.stderr.isatty():
         print(f"pd-train: {workers or planned} workers load and capture the model", file=sys.stderr)
     if workers is not None and (workers > planned or (workers < planned and not replan)):

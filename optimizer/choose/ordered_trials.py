@@ -73,8 +73,8 @@ class OrderedTrials(Trials[OrderedTrial]):
         self.order, self.shape, self.types = order, shape, request.device_types
 
     def make(self, division: Division, within: float) -> OrderedTrial | None:
-        """None also if no order has room. With --zero auto and --recompute auto the first plan that
-        fits: without, with one of them, with both.
+        """None also if no order has room. With --zero auto, and --recompute auto or whole, the
+        first plan that fits: without, with one of them, with both. Stages recompute as a whole.
         """
         trial = None
         for recompute, zero in product(

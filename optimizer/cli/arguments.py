@@ -196,8 +196,13 @@ GROUPS = {
         ),
         option(
             "--recompute",
-            "Recompute a stage's forward pass before its backward pass; auto: only in stages that"
-            " --memory would not hold otherwise.",
+            "Recompute forward passes for backward passes; auto: in stages that --memory would not"
+            " hold otherwise, single nodes where that is enough; whole: there, whole stages.",
+        ),
+        option(
+            "--host-bandwidth BYTES",
+            "Bytes per second between a device and its host, each way: stages that --memory would"
+            " not hold may then keep activations there.  [default: they stay on the device]",
         ),
         option(
             "--zero",

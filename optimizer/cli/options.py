@@ -104,6 +104,7 @@ class Options:
     weight_prediction: bool = False
     recompute: Recompute = "auto"
     zero: Zero = "auto"
+    host_bandwidth: str | None = None
     in_flight: InFlight = "useful"
 
     mesh: str | None = None

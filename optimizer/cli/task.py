@@ -205,6 +205,10 @@ def make_task(options: Options) -> Task:
         optimizer=options.optimizer,
         recompute=options.recompute,
         zero=_zero(options),
+        host_bandwidth=None
+        if options.host_bandwidth is None
+        else bytes_of("--host-bandwidth", options.host_bandwidth),
+        selective=profile is None or profile.compile is None,  # what is compiled runs as a whole
         in_flight=options.in_flight,
         update_rate=rate or rates.get(options.optimizer, UPDATE_RATE),
         overheads=overheads,

@@ -20,6 +20,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import WorstDevice
 from pipedream.optimizer.cost.memory import MemoryModel, StateParts
 from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
+from pipedream.optimizer.cost.recomputation import Offloaded, Recomputed, compute_seconds
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.schedule.policy import Peak
@@ -73,20 +74,25 @@ class StageCost(Protocol):
 class MemoryLimit:
     """The `bytes` of each device, the memory model of stages, and the recomputation allowed.
 
-    `recompute`: never; in stages that would not fit otherwise (auto); always in all stages but the
-    last, whose backward pass follows its forward pass at once (except with gpipe). `zero`: whether
-    replicas divide the optimizer's state among them, likewise; that costs less than recomputation,
-    and comes before it.
+    `recompute`: never; in stages that would not fit otherwise (auto, whole); always in all stages
+    but the last, whose backward pass follows its forward pass at once (except with gpipe). `zero`:
+    whether replicas divide the optimizer's state among them, likewise; that costs less than
+    recomputation, and comes before it. `selective`: single nodes may be recomputed, where that is
+    enough. `host_bandwidth`: bytes per second to the host and back, where activations may be moved
+    there. `speed` of the devices.
     """
 
     bytes: float
     memory: MemoryModel
     recompute: Recompute = "never"
     zero: Zero = "never"
+    selective: bool = False
+    host_bandwidth: float | None = None
+    speed: float = 1.0
 
     def on(self, device: WorstDevice) -> MemoryLimit:
         """The limit with the memory of this device."""
-        return replace(self, bytes=device.memory)
+        return replace(self, bytes=device.memory, speed=device.speed)
 
     def fits(
         self, start: int, ends: States, peak: Peak, recompute: bool, parts: StateParts = 1
@@ -106,17 +112,70 @@ class MemoryLimit:
 
     def choose(
         self, start: int, ends: States, peak: Peak, last: bool, parts: StateParts = 1
-    ) -> tuple[Bools, Bools]:
-        """For each stage whether it fits at all, and whether it recomputes.
+    ) -> tuple[Bools, Floats]:
+        """For each stage whether it fits at all, and the seconds of a minibatch that it recomputes,
+        or waits for the host.
 
         `last`: the stages end the pipeline. `parts`: as by `state_parts`.
         """
         allowed = not last and self.recompute != "never"
-        plain = not (allowed and self.recompute == "always")
-        fits = self.fits(start, ends, peak, not plain, parts)
-        if not (allowed and plain) or fits.all():
-            return fits, np.full_like(fits, not plain)
-        return fits | self.fits(start, ends, peak, True, parts), ~fits
+        forward = self.memory.cuts.forward_seconds
+        again = np.asarray(forward[ends] - forward[start])
+        if allowed and self.recompute == "always":
+            return self.fits(start, ends, peak, True, parts), again
+        fits = self.fits(start, ends, peak, False, parts)
+        cost = np.full_like(again, np.inf)
+        if allowed and not fits.all():
+            cost = np.where(self.fits(start, ends, peak, True, parts), again, np.inf)
+        if self._by_node and not fits.all():
+            for number, seconds in reversed(list(enumerate(self.memory.classes.seconds))):
+                needed = self.memory.without_classes(start, ends, peak, number, parts)
+                some = np.minimum(seconds[ends] - seconds[start], again)
+                cost = np.minimum(cost, np.where(needed <= self.bytes, some, np.inf))
+        if self._by_node and self.host_bandwidth is not None and not fits.all():
+            enough = self.memory.offloaded(start, ends, peak, parts) <= self.bytes
+            copies = self.memory.copy_seconds(start, ends, self.host_bandwidth) * self.speed
+            compute = self.memory.compute_seconds
+            waiting = np.maximum(copies - (compute[ends] - compute[start]), 0.0)
+            cost = np.minimum(cost, np.where(enough, waiting, np.inf))
+        cost[fits] = 0.0
+        fits = np.isfinite(cost)
+        return fits, np.where(fits, cost, 0.0)
+
+    def chosen(
+        self, start: int, end: int, peak: Peak, last: bool, parts: StateParts = 1
+    ) -> Recomputed:
+        """What a stage recomputes or moves to the host: the fastest that is enough. Where nothing
+        is enough, what needs least. `parts` as in `choose`.
+        """
+        ends = slice(end, end + 1)
+        allowed = not last and self.recompute != "never"
+        if allowed and self.recompute == "always":
+            return True
+        if self.fits(start, ends, peak, False, parts)[0]:
+            return False
+        if not self._by_node:
+            return allowed
+
+        def bytes_of(choice: Recomputed) -> float:
+            return self.memory.of(start, end, peak, choice, parts).total
+
+        nodes, inside = self.memory.classes.nodes, self.memory.cuts.nodes(start, end)
+        fastest = nodes.choose(inside, lambda some: bytes_of(some) <= self.bytes)
+        some = (nodes.closed(own, inside) for own in nodes.classes)
+        choices: list[Recomputed] = [allowed, *(some if fastest is None else [fastest])]
+        if self.host_bandwidth is not None:
+            copies = self.memory.copy_seconds(start, ends, self.host_bandwidth)[0]
+            choices.append(Offloaded(float(copies) * self.speed))
+        enough = [choice for choice in choices if bytes_of(choice) <= self.bytes]
+        if enough:
+            graph = self.memory.cuts.graph
+            return min(enough, key=lambda choice: compute_seconds(graph, inside, choice))
+        return min(choices, key=bytes_of)
+
+    @property
+    def _by_node(self) -> bool:
+        return self.selective and self.recompute == "auto"
 
 
 class Priced(ABC):
@@ -209,9 +268,8 @@ class Replication(Priced):
             peak = self.limit.memory.settings.peak(downstream_workers)
             last = not downstream_workers
             parts = self.limit.state_parts(start, ends, peak, last, replicas)
-            fits, recompute = self.limit.choose(start, ends, peak, last, parts)
-            forward = self.cuts.forward_seconds
-            seconds = seconds + np.where(recompute, forward[ends] - forward[start], 0.0)
+            fits, again = self.limit.choose(start, ends, peak, last, parts)
+            seconds = seconds + again
             seconds[~fits] = np.inf
         return (seconds + self.cuts.stage_overhead(start)[ends]) / self.speed
 
@@ -219,16 +277,25 @@ class Replication(Priced):
 class LeastMemory:
     """Bytes on the fullest worker instead of seconds, to find the plan that needs least memory.
 
-    Where devices differ, bytes are scaled as if every device had `reference` of them.
+    `zero`: replicas divide the optimizer's state; `selective`: single nodes may be recomputed;
+    `offload`: activations moved to the host. Where devices differ, bytes are scaled as if every
+    device had `reference` of them.
     """
 
     depends_on_downstream = True
 
     def __init__(
-        self, memory: MemoryModel, recompute: bool, reference: float = 1.0, zero: bool = False
+        self,
+        memory: MemoryModel,
+        recompute: bool,
+        reference: float = 1.0,
+        zero: bool = False,
+        selective: bool = False,
+        offload: bool = False,
     ) -> None:
         self.memory = memory
         self.recompute, self.depends_on_replicas = recompute, zero
+        self.selective, self.offload = selective, offload
         self.reference = reference
         self.device_bytes = reference
 
@@ -244,6 +311,11 @@ class LeastMemory:
         peak = self.memory.settings.peak(downstream_workers)
         parts = replicas if self.depends_on_replicas else 1
         needed = self.memory.total(start, ends, peak, recompute, parts)
+        for number in range(len(self.memory.classes.members) if self.selective else 0):
+            some = self.memory.without_classes(start, ends, peak, number, parts)
+            needed = np.minimum(needed, some)
+        if self.offload:
+            needed = np.minimum(needed, self.memory.offloaded(start, ends, peak, parts))
         if self.device_bytes == self.reference:
             return needed
         return needed * (self.reference / self.device_bytes)

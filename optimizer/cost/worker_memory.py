@@ -10,6 +10,7 @@ import numpy as np
 from pipedream.graph.plan import StageMemory
 from pipedream.optimizer.cost.device_types import DeviceTypes, WorstDevice
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
+from pipedream.optimizer.cost.recomputation import Recomputed
 from pipedream.optimizer.cost.stage_cost import MemoryLimit
 from pipedream.optimizer.cost.stages import StageOnDevices
 from pipedream.schedule.in_flight import warm_up
@@ -18,8 +19,8 @@ from pipedream.schedule.policy import Peak
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What a worker of one stage holds, with how many minibatches, whether it recomputes, and
-    whether replicas divide the optimizer's state (`zero`).
+    """What a worker of one stage holds, with how many minibatches, what it recomputes, and whether
+    replicas divide the optimizer's state (`zero`).
 
     `max_in_flight` is the limit on minibatches in flight, `peak` what a round really has of it;
     `device` is the worst device of the stage.
@@ -27,7 +28,7 @@ class WorkerMemory:
 
     peak: Peak
     max_in_flight: int
-    recompute: bool
+    recompute: Recomputed
     memory: StageMemory
     device: WorstDevice
     zero: bool = False
@@ -46,8 +47,8 @@ def worker_memory(
 ) -> list[WorkerMemory]:
     """The memory of each stage's workers with the least in flight, PipeDream's number.
 
-    Whether a stage recomputes, and divides the optimizer's state, is decided by the rules that the
-    search follows.
+    What a stage recomputes, and whether its replicas divide the optimizer's state, is decided by
+    the rules that the search follows.
     """
     least = _warm_ups(stages)
     return [_of_stage(memory, stages, types, least, s, limit) for s in range(len(stages))]
@@ -117,11 +118,11 @@ def _of_stage(
     in_flight: Sequence[int],
     position: int,
     limit: MemoryLimit | None = None,
-    recompute: bool = False,
+    recompute: Recomputed = False,
     zero: bool = False,
 ) -> WorkerMemory:
-    """One stage with `in_flight` of each stage; `limit` decides whether it recomputes, and whether
-    its replicas divide the optimizer's state.
+    """One stage with `in_flight` of each stage; `limit` decides what it recomputes, and whether its
+    replicas divide the optimizer's state.
     """
     stage = stages[position]
     policy = memory.settings.policy([stage.replicas for stage in stages], in_flight)
@@ -131,8 +132,9 @@ def _of_stage(
         end = slice(stage.end, stage.end + 1)
         limit = limit.on(device)
         parts = limit.state_parts(stage.start, end, peak, last, stage.replicas)
-        recompute = bool(limit.choose(stage.start, end, peak, last, parts)[1][0])
         zero = bool(np.all(np.asarray(parts) > 1))
     parts = stage.replicas if zero else 1
+    if limit is not None:
+        recompute = limit.chosen(stage.start, stage.end, peak, last, parts)
     items = memory.of(stage.start, stage.end, peak, recompute, parts)
     return WorkerMemory(peak, in_flight[position], recompute, items, device, zero)

@@ -111,11 +111,20 @@ def _kinds(cluster: Cluster, ranks: Iterable[int]) -> str:
 def _memory_table(outcome: Outcome) -> Table:
     plan = outcome.plan
     measured = "as measured" if outcome.measured else "assumed to be the nodes' outputs"
-    recomputing = [str(stage.stage) for stage in plan.stages if stage.recompute]
+    recomputing = [
+        f"{stage.stage} ({len(stage.recomputed_nodes)} of {len(stage.nodes)} nodes)"
+        if stage.recomputed_nodes
+        else str(stage.stage)
+        for stage in plan.stages
+        if stage.recompute
+    ]
     note = f" Forward pass recomputed: stage {', '.join(recomputing)}." if recomputing else ""
     divided = [str(stage.stage) for stage in plan.stages if stage.zero]
     if divided:
         note += f" Replicas divide the optimizer's state (ZeRO-1): stage {', '.join(divided)}."
+    offloading = [str(stage.stage) for stage in plan.stages if stage.offload]
+    if offloading:
+        note += f" Activations moved to the host: stage {', '.join(offloading)}."
     if outcome.rank_bytes is not None:
         note += f" A rank holds up to {show_bytes(outcome.rank_bytes)} at once, of all its stages."
     if outcome.room:
@@ -124,12 +133,16 @@ def _memory_table(outcome: Outcome) -> Table:
         f"Memory of one worker, with {plan.optimizer}'s state (--optimizer)",
         f"At its peak. Activations: what the backward passes need, {measured}.{note}",
         *("stage", "para-\nmeters", "older\nversions", "optimizer\nstate", "gradients"),
-        *("activations", "received", "work-\nspace", "in all"),
+        *("activations", *(["re-\ncomputed"] if recomputing else [])),
+        *("received", "work-\nspace", "in all"),
     )
     for stage in plan.stages:
         if stage.memory is not None:
-            items = [show_bytes(size) for size in stage.memory.model_dump().values()]
-            table.add_row(str(stage.stage), *items, show_bytes(stage.memory_bytes))
+            items = stage.memory.model_dump()
+            if not recomputing:
+                del items["recomputed"]
+            sizes = map(show_bytes, items.values())
+            table.add_row(str(stage.stage), *sizes, show_bytes(stage.memory_bytes))
     return table
 
 

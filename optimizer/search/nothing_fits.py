@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import ceil
 
+from pipedream.graph.choices import Recompute, Zero
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Footprint
 from pipedream.graph.units import show_bytes
@@ -70,16 +71,19 @@ def _message(memory: MemoryModel, request: Request) -> str:
             " gpipe or 2bw, or untie the weights"
         )
     # The least memory: as much recomputation as the user allows.
-    limit = MemoryLimit(
-        0.0,
-        memory,
-        "always" if allowed else "never",
-        "never" if request.zero == "never" else "always",
-    )
+    by_node = _by_node(request)
+    most: Recompute = "auto" if by_node else "always" if allowed else "never"
+    zero: Zero = "never" if request.zero == "never" else "always"
+    limit = MemoryLimit(0.0, memory, most, zero, by_node, request.host_bandwidth)
     workers = worker_memory(memory, limit, closest.stages, request.device_types)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     room = request.room
-    needed, has = worker.memory.total + room, worker.device.memory + room
+    least = worker.memory.total
+    if by_node:  # the search counts classes of nodes, and so more than the stage may take
+        least = max(
+            least, closest.cost * worker.device.memory / request.device_types.smallest_memory
+        )
+    needed, has = least + room, worker.device.memory + room
     if has == request.memory:
         lacking, remedies = "--memory", [f"give at least --memory {_round_up(needed)}"]
     else:
@@ -112,20 +116,25 @@ def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution |
     """The plan whose fullest worker holds least; its cost is those bytes, scaled as if all devices
     had what the smallest has.
     """
-    machines, types = request.cluster.machines, request.device_types
-    divides = request.zero != "never"
+    machines, types, by_node = request.cluster.machines, request.device_types, _by_node(request)
+    ways = request.zero != "never", by_node, by_node and request.host_bandwidth is not None
     if request.latency is None:
-        cost = LeastMemory(memory, recompute, types.smallest_memory, divides)
+        cost = LeastMemory(memory, recompute, types.smallest_memory, *ways)
         return Search(memory.cuts, machines, cost, request.rules, types).best()
 
     def cost_of(cuts: Cuts) -> LeastMemory:
-        least = MemoryModel(cuts, memory.settings)
-        return LeastMemory(least, recompute, types.smallest_memory, divides)
+        cut_memory = MemoryModel(cuts, memory.settings)
+        return LeastMemory(cut_memory, recompute, types.smallest_memory, *ways)
 
     fill_order = build_fill_order(machines, types, request.rules, with_downstream=True)
     goal = Latency(FULLEST)
     fullest = narrowed(memory.cuts, fill_order, cost_of, goal, DoneBounds.unknown).best()
     return fullest and fullest._replace(cost=fullest.cost / FULLEST)
+
+
+def _by_node(request: Request) -> bool:
+    """Whether single nodes may be recomputed."""
+    return request.selective and request.recompute == "auto"
 
 
 def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
@@ -206,7 +215,7 @@ def _items(worker: WorkerMemory, room: float) -> str:
     """The items of a worker's memory in two groups, in words, and what is not its own."""
     memory, count = worker.memory, worker.peak.in_flight
     weights = memory.parameters + memory.weight_versions + memory.optimizer_state
-    passing = memory.activations + memory.inputs + memory.workspace
+    passing = memory.activations + memory.recomputed + memory.inputs + memory.workspace
     plural = "" if count == 1 else "es"
     return (
         f"{show_bytes(weights + memory.gradients)} for weights, optimizer and gradients,"

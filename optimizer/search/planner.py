@@ -155,9 +155,17 @@ def plan_throughput(request: Request, most_cuts: int | None) -> Outcome:
 
 
 def _best_of_all(cuts: Cuts, request: Request, best: _Best) -> Outcome:
+    """The best plan; with a bound where single nodes are recomputed, or activations moved to the
+    host, since the search counts classes of nodes, and so more than the plan may take.
+    """
     memory, solution, _ = best
     check_versions(memory, request, solution)
     outcome = make_outcome(memory, request, solution, solution.cost, exact=True)
+    if any(stage.by_autograd for stage in outcome.plan.stages):
+        bound = throughput_bound(
+            cuts.graph, request.cluster, request.cost_model, request.rules.straight
+        )
+        outcome = replace(outcome.predicting(lower_bound_seconds=bound), exact=False)
     return replace(outcome, considered=len(cuts))
 
 
@@ -304,7 +312,10 @@ def plan_latency(request: Request, goal: Latency, most_cuts: int | None) -> Outc
     outcome = make_outcome(memory, request, solution, slowest, exact=False)
     seconds = outcome.batch_seconds(goal)
     bound = solution.bound
-    if bins is not None:
+    rounded = any(stage.by_autograd for stage in outcome.plan.stages)
+    if rounded:  # as in `_best_of_all`
+        bound = latency_bound(graph, cluster, model, straight, goal.microbatches)
+    elif bins is not None:
         simple = latency_bound(graph, cluster, model, straight, goal.microbatches)
         merged, precise = bins.merged(limit), replace(goal, epsilon=0.0)
         over_bins = latency_bound_over_bins(merged, cluster, model, request.rules, precise, seconds)
@@ -315,4 +326,4 @@ def plan_latency(request: Request, goal: Latency, most_cuts: int | None) -> Outc
         latency_seconds=seconds,
         latency_lower_bound_seconds=min(seconds, bound),
     )
-    return replace(outcome, exact=downsets is not None and not goal.epsilon)
+    return replace(outcome, exact=downsets is not None and not goal.epsilon and not rounded)

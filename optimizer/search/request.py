@@ -90,6 +90,8 @@ class Request:
     - `latency`: the batch to finish soonest, None to plan for throughput;
     - `microbatches`: of one update, for schedules that make one per several minibatches; None for
       the batch of `latency`, or else the default;
+    - `selective`: with `recompute` auto, single nodes of a stage may run again; and its
+      activations be moved to the host, with `host_bandwidth` bytes per second each way;
     - `footprints`: memory of the graph's nodes; without them each node keeps its outputs;
     - `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and fit;
     - `zero`: whether the replicas of a stage divide the optimizer's state;
@@ -113,6 +115,8 @@ class Request:
     optimizer: OptimizerName = "sgd"
     recompute: Recompute = "auto"
     zero: Zero = "never"
+    selective: bool = False
+    host_bandwidth: float | None = None
     footprints: Mapping[str, Footprint] | None = None
     microbatches: int | None = None
     weight_prediction: bool = False
@@ -225,11 +229,15 @@ class Request:
         """
         if not self.constrains_stages(device_types):
             return None
-        recompute, zero = self.recompute, self.zero
-        if not device_types.memory_limited:
-            recompute = "never" if recompute == "auto" else recompute
-            zero = "never" if zero == "auto" else zero
-        return MemoryLimit(device_types.smallest_memory, memory, recompute, zero)
+        auto_is_never = not device_types.memory_limited
+        return MemoryLimit(
+            device_types.smallest_memory,
+            memory,
+            "never" if auto_is_never and self.recompute != "always" else self.recompute,
+            "never" if auto_is_never and self.zero == "auto" else self.zero,
+            self.selective,
+            self.host_bandwidth,
+        )
 
     def workers(self, memory: MemoryModel, stages: Sequence[StageOnDevices]) -> list[WorkerMemory]:
         """The memory of each stage's workers, as `worker_memory`."""

@@ -101,8 +101,13 @@ class Workload:
         for stage, nodes in zip(plan.stages, own, strict=True):
             overhead = (overheads or TrainingOverheads({})).of_stage(stage.stage, len(plan.stages))
             forward_seconds = _total(overhead[0], arrays.forward[nodes])
-            again = forward_seconds if stage.recompute else 0.0
+            again = forward_seconds if stage.recomputes_all else 0.0
+            again += _total(0.0, arrays.forward[[arrays.place[n] for n in stage.recomputed_nodes]])
             backward_seconds = _total(overhead[1], arrays.backward[nodes]) + again
+            if stage.offload_seconds is not None:  # what is not hidden beside the passes
+                speed = min(plan.cluster.device(rank).speed for rank in stage.ranks)
+                passes = forward_seconds + backward_seconds
+                backward_seconds += max(0.0, stage.offload_seconds * speed - passes)
             parameters = _total(0.0, arrays.parameters[nodes])
             if overheads is not None:
                 round_size = policy.round_size(stage.stage) / len(stage.ranks)
@@ -118,12 +123,7 @@ class Workload:
                 backward_seconds=backward_seconds,
                 update_seconds=parameters / update_rate / (stage.replicas if stage.zero else 1),
                 parameter_bytes=parameters,
-                memory=HeldBytes.of(
-                    stage.memory,
-                    policy.peak(stage.stage),
-                    stage.recompute,
-                    kept,
-                ),
+                memory=HeldBytes.of(stage.memory, policy.peak(stage.stage), kept),
                 parts=(
                     _parts(nodes, arrays, again, backward_seconds, summed)
                     if len(stage.ranks) > 1

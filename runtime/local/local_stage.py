@@ -28,6 +28,7 @@ from pipedream.runtime.stages.divide import divide
 from pipedream.runtime.stages.partition import StageInterface, holds_first, source_text
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.recordings import Recordings
+from pipedream.runtime.stages.selective import refuse_selective
 from pipedream.runtime.stages.sharded_stage import ShardedStage
 from pipedream.runtime.stages.stage_forms import CapturedStages, StageForms
 from pipedream.runtime.stages.stage_module import StageModule
@@ -65,6 +66,8 @@ class LocalStage:
             self._write_source(captures.whole)
         whole = self._stage_module(captures.whole)
         if job.config.records_passes:
+            if job.plan.stages[self.stage].by_autograd:
+                refuse_selective(self.stage, compiled=False, recorded=True)
             whole.program.recordings = Recordings(job.policy.peak(self.stage).in_flight)
         self.module = whole.piece.module
         ending = loss if self.stage == len(job.plan.stages) - 1 else None

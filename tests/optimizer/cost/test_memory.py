@@ -54,6 +54,7 @@ def test_weight_stashing_keeps_a_version_for_each_minibatch(graph):
         "optimizer_state": 2 * 11,
         "gradients": 0,
         "activations": 3 * 120,
+        "recomputed": 0,
         "inputs": 120,  # the gradients of what the stage has sent: of a's output and b's
         "workspace": 10,
     }
@@ -75,7 +76,7 @@ def test_what_a_stage_receives_is_kept_and_one_more_is_on_its_way(graph):
 def test_recomputation_keeps_one_set_of_activations(graph):
     held = MemoryModel(cuts_of(graph), TrainingSettings())
     plain, again = (items(held, 0, 2, 3, recompute) for recompute in (False, True))
-    assert again == plain | {"activations": 120}
+    assert again == plain | {"activations": 0, "recomputed": 120}
 
 
 def test_gradients_come_as_activations_go(make_graph):
@@ -141,15 +142,18 @@ def test_the_choice_is_the_cheaper_one_that_fits(graph):
     again = held.total(0, ends, Peak(2, 2), True)
     assert (again < plain).all()
     for allowed, some, expected in (
-        ("auto", plain.max(), ([True] * 3, [False] * 3)),
+        ("whole", plain.max(), ([True] * 3, [False] * 3)),
         ("auto", again[1], ((again <= again[1]).tolist(), (plain > again[1]).tolist())),
         ("never", again[1], ((plain <= again[1]).tolist(), [False] * 3)),
         ("always", math.inf, ([True] * 3, [True] * 3)),
     ):
-        fits, recompute = MemoryLimit(some, held, allowed).choose(0, ends, Peak(2, 2), last=False)
-        assert (fits.tolist(), recompute.tolist()) == expected, allowed
-    fits, recompute = MemoryLimit(math.inf, held, "always").choose(0, ends, Peak(1, 1), last=True)
-    assert not recompute.any(), "the backward pass follows at once"
+        limit = MemoryLimit(some, held, allowed)
+        fits, seconds = limit.choose(0, ends, Peak(2, 2), last=False)
+        forward = held.cuts.forward_seconds[ends]
+        again = np.where(np.array(expected[1]) & fits, forward, 0.0)
+        assert (fits.tolist(), seconds.tolist()) == (expected[0], again.tolist()), allowed
+    fits, seconds = MemoryLimit(math.inf, held, "always").choose(0, ends, Peak(1, 1), last=True)
+    assert not seconds.any(), "the backward pass follows at once"
 
 
 def test_predicted_weights_stand_beside_the_newest_and_the_last_step(graph):
@@ -190,6 +194,8 @@ def test_the_state_is_divided_before_a_stage_recomputes(graph):
         limit = MemoryLimit(some, held, "auto", zero)
         asked = 0, slice(2, 3), Peak(2, 2), False
         parts = limit.state_parts(*asked, 2)
-        fits, recompute = limit.choose(*asked, parts)
-        assert (*np.ravel(parts), *fits, *recompute) == expected, (some, zero)
+        fits, seconds = limit.choose(*asked, parts)
+        recompute = limit.chosen(0, 2, Peak(2, 2), False, int(np.ravel(parts)[0]))
+        assert (*np.ravel(parts), *fits, recompute) == expected, (some, zero)
+        assert (seconds[0] > 0) == (fits[0] and recompute), (some, zero)
         assert limit.state_parts(*asked, 1) == 1

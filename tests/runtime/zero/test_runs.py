@@ -128,6 +128,35 @@ def test_clipped_in_groups_frozen_and_late(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_single_nodes_run_again_or_activations_move_to_the_host(
+    serial: ModuleType, tmp_path: Path
+) -> None:
+    jobs = []
+    for name, schedule, counts in (
+        ("again", "flush", (2, 3)),
+        ("moved", "weight-stashing", (2, 1)),
+    ):
+        job = job_of(tmp_path / name, counts, schedule, SGD)
+        moved = name == "moved"
+        stages = [
+            stage.model_copy(
+                update={"zero": True, "offload": moved, "recompute": not moved and stage.nodes[::2]}
+            )
+            for stage in job.plan.stages
+        ]
+        config = job.config.model_copy(update={"zero": None})
+        plan = job.plan.model_copy(update={"stages": tuple(stages)})
+        jobs.append(replace(job, plan=plan, config=config))
+    run_jobs(jobs)
+    for job in jobs:
+        assert all(
+            job.divides_updates(each.stage) == (each.replicas > 1) for each in job.plan.stages
+        )
+        assert all(stage.by_autograd for stage in job.plan.stages)
+        assert_equals_serial(job, serial, chain_stages, ("a", "bc"))
+
+
+@pytest.mark.slow
 def test_types_and_orders(tmp_path: Path) -> None:
     """In float32 and bfloat16, whose sums of three are added up in another order, so that bits
     differ; and where a rank has several stages, which wait for one another's sums and parts.
