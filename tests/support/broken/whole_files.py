@@ -217,6 +217,7 @@ def _run_yaml() -> bytes:
         "nan": "skip",
         "compile": "inductor",
         "cuda_graphs": True,
+        "zero": True,
         "data_workers": 2,
         "epochs": 3,
         "evaluate_every": 1,
