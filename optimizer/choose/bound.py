@@ -20,9 +20,6 @@ from pipedream.schedule.policy import uniform_updates
 _MOST_CUTS = 300
 """With more, the bound is one over bins of cuts."""
 
-_MOST_DEVICES = 128
-"""With more, finding what an all-reduce adds to the bound takes too long."""
-
 
 @dataclass(frozen=True)
 class RelaxedCost(LargestTerm):
@@ -63,7 +60,7 @@ def lower_bound(request: Request) -> float:
     the devices: a certificate for any division in the order of the request.
     """
     cluster, settings = request.cluster, request.settings
-    if request.order not in (None, DEFAULT_ORDER) or cluster.devices > _MOST_DEVICES:
+    if request.order not in (None, DEFAULT_ORDER) or request.has_many_devices:
         # No order takes less than all work, shared out evenly.
         speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
         return float(request.planning.compute_seconds.sum()) / speeds

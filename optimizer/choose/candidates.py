@@ -17,9 +17,6 @@ _MOST_CUTS, _FEW_DEVICES = 300, 64
 more, the fewer the more there are of them: the work goes with the squares of both.
 """
 
-_MANY_DEVICES = 128
-"""With more, plans on fewer are not looked for: the searches take long."""
-
 DATA_PARALLEL = "data parallelism"
 
 MODELS = (NetworkCost(), MeasuredCost(), PaperCost(), ReleasedCost())
@@ -38,7 +35,7 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
         yield DATA_PARALLEL, data_parallel(request)
     for model in MODELS:
         yield from _divisions(f"best by {model.name}", replace(request, model=model))
-    if not rules.straight:
+    if not rules.straight and not request.has_many_devices:
         yield from _on_fewer(request)
     crowded = devices > len(request.planning)
     straight = replace(rules, straight=True, fewer_machines=rules.fewer_machines or crowded)
@@ -50,8 +47,6 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
 def _on_fewer(request: Request) -> Iterator[tuple[str, Division]]:
     """Plans on the first half of the devices, a quarter, and so on: they may be as fast as all."""
     cluster = request.cluster
-    if cluster.devices > _MANY_DEVICES:
-        return
     while len(cluster.kinds) < 2 and (half := _half(cluster)) is not None:
         cluster = half
         name = f"best on {cluster.devices} devices"

@@ -51,9 +51,6 @@ _WORTH_MEMORY = 0.01
 _WORTH_EXPLORING = 1.25
 """Divisions that take so many times as long as the best may lead to a better one."""
 
-_MANY_DEVICES = 128
-"""With more, simulations take long: plans under other schedules are not improved."""
-
 _RIVALS = 5
 
 
@@ -207,7 +204,7 @@ def _under_others(
         fitting = [trial for trial in tried if trial is not None and trial.fits]
         if fitting:
             best = min(fitting, key=lambda trial: trial.seconds)
-            if neighbours is not None and request.cluster.devices <= _MANY_DEVICES:
+            if neighbours is not None and not request.has_many_devices:
                 best = climb(best, trials, _steps(neighbours), trials.spent + _BUDGET_OF_OTHERS)
             count = best.plan.predicted.microbatches
             microbatches = max(microbatches, count or 0)

@@ -82,6 +82,9 @@ class GraphViews:
         return self._planning[-1]
 
 
+_MANY_DEVICES = 128
+
+
 @dataclass(frozen=True)
 class Request:
     """What to plan.
@@ -137,6 +140,13 @@ class Request:
             self.views.planned(self.graph), self.planning.priced_as(graph, footprints)
         )
         return replace(self, graph=graph, footprints=footprints, views=views)
+
+    @property
+    def has_many_devices(self) -> bool:
+        """Whether searches and simulations take so long that what only refines a choice is left
+        out: the all-reduce in the bound, plans on fewer devices, better ones of other schedules.
+        """
+        return self.cluster.devices > _MANY_DEVICES
 
     @property
     def cost_model(self) -> CostModel:

@@ -94,6 +94,29 @@ def lengthened(
     )
 
 
+def lengthened_by(
+    simulation: Simulation,
+    longer: Simulation,
+    played: ShortRound,
+    microbatches: int,
+    workers: int,
+) -> Simulation:
+    """Extrapolates rounds of gpipe, in which all forward passes repeat, and then all backward
+    passes: each period adds as much as it does from `simulation`, of rounds as `played`, to
+    `longer`, of rounds with one period more.
+    """
+    before = simulation.seconds_per_minibatch * played.length
+    period = longer.seconds_per_minibatch * (played.length + played.period) - before
+    after = before + period * (microbatches - played.length) / played.period
+    busy = (1 - simulation.bubble) * workers * simulation.seconds_per_minibatch
+    seconds = after / microbatches
+    return replace(
+        simulation,
+        seconds_per_minibatch=seconds,
+        bubble=bubble(min(busy, workers * seconds), workers, seconds),
+    )
+
+
 def _ends(program: Program, end: Floats) -> Floats | None:
     """[minibatch, action]: the ends of the actions of each minibatch, worker by worker, in order;
     None if not all minibatches have as many.

@@ -28,6 +28,7 @@ from pipedream.optimizer.simulate.long_rounds import (
     ROUGHLY,
     ShortRound,
     lengthened,
+    lengthened_by,
     rounds_to_play,
 )
 from pipedream.optimizer.simulate.play import Ranks, play
@@ -131,39 +132,17 @@ def simulate_work(
         if played == whole:
             return simulation
         if plan.schedule == "gpipe":
-            return _with_longer_rounds(simulation, plan, workload, played, microbatches)
+            longer = replace(spec, microbatches=played.length + played.period)
+            span = SteadySpan.for_simulation(policy(longer), rounds)
+            other = simulate(
+                Schedule(longer, span.minibatches), workload, plan.cluster, ranks, span
+            )
+            return lengthened_by(simulation, other, played, microbatches, plan.workers)
         alike = ROUGHLY if rough else EXACTLY
         extrapolated = lengthened(simulation, span, plan.replicas, played, microbatches, alike)
         if extrapolated is not None:
             return extrapolated
     return None
-
-
-def _with_longer_rounds(
-    simulation: Simulation,
-    plan: DraftPlan,
-    workload: Workload,
-    played: ShortRound,
-    microbatches: int,
-) -> Simulation:
-    """Of gpipe: all forward passes of a round repeat, and then all backward passes. So each period
-    adds as much to a round as one does to the round that was played.
-    """
-    spec = in_order_of(plan, replace(_spec(plan), links=tuple(sorted(workload.forward_bytes))))
-    longer = replace(spec, microbatches=played.length + played.period)
-    span = SteadySpan.for_simulation(policy(longer))
-    ranks = [stage.ranks for stage in plan.stages]
-    other = simulate(Schedule(longer, span.minibatches), workload, plan.cluster, ranks, span)
-    before = simulation.seconds_per_minibatch * played.length
-    period = other.seconds_per_minibatch * longer.microbatches - before
-    after = before + period * (microbatches - played.length) / played.period
-    busy = (1 - simulation.bubble) * plan.workers * simulation.seconds_per_minibatch
-    seconds = after / microbatches
-    return replace(
-        simulation,
-        seconds_per_minibatch=seconds,
-        bubble=bubble(min(busy, plan.workers * seconds), plan.workers, seconds),
-    )
 
 
 def simulate(

@@ -12,6 +12,7 @@ from pipedream.graph.model import Graph, Node
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.simulate import simulator
 from pipedream.optimizer.simulate.long_rounds import rounds_to_play
+from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import simulate_plan
 
 
@@ -30,6 +31,20 @@ def chain(seed: int, replicas: tuple[int, ...], microbatches: int) -> tuple[Grap
     return graph, plan.model_copy(update={"schedule": "flush", "predicted": predicted})
 
 
+def short_and_whole(
+    monkeypatch: pytest.MonkeyPatch, graph: Graph, plan: Plan
+) -> tuple[Simulation, Simulation]:
+    """The plan's rounds extrapolated, and played whole."""
+    monkeypatch.setattr(simulator, "QUICK_MOVES", 0)
+    short = simulate_plan(plan, graph)
+    monkeypatch.setattr(simulator, "QUICK_MOVES", 10**9)
+    whole = simulate_plan(plan, graph)
+    assert short is not None
+    assert whole is not None
+    assert len(short.events[0]) < len(whole.events[0]) / 2
+    return short, whole
+
+
 @pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
@@ -40,13 +55,7 @@ def test_as_if_every_microbatch_was_played(
     monkeypatch: pytest.MonkeyPatch, replicas: tuple[int, ...], microbatches: int
 ) -> None:
     graph, plan = chain(sum(replicas), replicas, microbatches)
-    monkeypatch.setattr(simulator, "QUICK_MOVES", 0)
-    short = simulate_plan(plan, graph)
-    monkeypatch.setattr(simulator, "QUICK_MOVES", 10**9)
-    whole = simulate_plan(plan, graph)
-    assert short is not None
-    assert whole is not None
-    assert len(short.events[0]) < len(whole.events[0]) / 2
+    short, whole = short_and_whole(monkeypatch, graph, plan)
     assert short.seconds_per_minibatch == pytest.approx(whole.seconds_per_minibatch, rel=1e-11)
     assert short.bubble == pytest.approx(whole.bubble, abs=1e-11)
 
@@ -60,13 +69,7 @@ def test_rounds_of_gpipe_grow_by_as_much_for_each_period(
 ) -> None:
     graph, plan = chain(3, replicas, microbatches)
     plan = plan.model_copy(update={"schedule": "gpipe"})
-    monkeypatch.setattr(simulator, "QUICK_MOVES", 0)
-    short = simulate_plan(plan, graph)
-    monkeypatch.setattr(simulator, "QUICK_MOVES", 10**9)
-    whole = simulate_plan(plan, graph)
-    assert short is not None
-    assert whole is not None
-    assert len(short.events[0]) < len(whole.events[0]) / 2
+    short, whole = short_and_whole(monkeypatch, graph, plan)
     assert short.seconds_per_minibatch == pytest.approx(whole.seconds_per_minibatch, rel=1e-9)
     assert short.bubble == pytest.approx(whole.bubble, abs=1e-3)
 
