@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, Self
@@ -10,6 +11,7 @@ import numpy as np
 
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.cluster import Cluster, Link, ring_seconds
+from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.models import LargestTerm, LevelLinks, Terms, Work
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.planning_graph import Ints
@@ -59,16 +61,12 @@ def lower_bound(request: Request) -> float:
     """Seconds per minibatch that no plan chosen by simulation takes less than, on however many of
     the devices: a certificate for any division in the order of the request.
     """
-    cluster, settings = request.cluster, request.settings
+    cluster = request.cluster
     if request.order not in (None, DEFAULT_ORDER) or request.has_many_devices:
         # No order takes less than all work, shared out evenly.
-        speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
-        return float(request.planning.compute_seconds.sum()) / speeds
+        return shared_out(request)
     # Of the others, what the best division takes whose stages cost no more than in any plan.
-    in_rounds = uniform_updates(settings.schedule)
-    microbatches = settings.microbatches
-    if settings.schedule == "2bw":  # at most so many: see Policy.least_microbatches
-        microbatches = max(microbatches, 2 * cluster.devices)
+    microbatches = _most_microbatches(request)
     inner = prod(cluster.machines[:-1])
     flat = Cluster(
         machines=(cluster.devices,),
@@ -82,16 +80,64 @@ def lower_bound(request: Request) -> float:
     relaxed = replace(
         request,
         update_rate=update_rate,
+        overheads=_with_least_sums(request, microbatches),
         cluster=flat,
         model=RelaxedCost.of(cluster),
         memory=None,
         recompute="never",
         zero="never",
         latency=None,
-        schedule="flush" if in_rounds else "weight-stashing",
-        microbatches=microbatches if in_rounds else None,
+        schedule="weight-stashing" if microbatches is None else "flush",
+        microbatches=microbatches,
         weight_prediction=False,
         rules=Rules(request.rules.straight, fewer_machines=True),
         in_flight="least",
     )
     return optimize(relaxed, _MOST_CUTS).plan.predicted.lower_bound_seconds
+
+
+def shared_out(request: Request) -> float:
+    """Seconds per minibatch of all work, shared out evenly among the devices."""
+    cluster = request.cluster
+    speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
+    return (float(request.planning.compute_seconds.sum()) + least_overhead(request)) / speeds
+
+
+def least_overhead(request: Request) -> float:
+    """Seconds of a minibatch's calls, sums of gradients and updates that all devices together take
+    at least, however they share the model: it is called once, each part of a parameter is updated
+    by one of them, and a worker of all that are replicas has fewest minibatches to add up.
+    """
+    overheads, most = request.overheads, _most_microbatches(request)
+    parameters = float(request.planning.parameter_bytes.sum())
+    updates = parameters / request.update_rate / (most or request.cluster.devices)
+    if overheads is None:
+        return updates
+    calls = overheads.call_forward + overheads.call_backward
+    return calls + updates + parameters * _least_sum_seconds(request)
+
+
+def _most_microbatches(request: Request) -> int | None:
+    """Of a round; None if each stage makes an update for as many minibatches as it has replicas."""
+    settings = request.settings
+    if not uniform_updates(settings.schedule):
+        return None
+    if settings.schedule == "2bw":  # at most so many: see Policy.least_microbatches
+        return max(settings.microbatches, 2 * request.cluster.devices)
+    return settings.microbatches
+
+
+def _least_sum_seconds(request: Request) -> float:
+    """Seconds per byte of parameters of the sums of a minibatch, on devices that are replicas."""
+    if request.overheads is None or not uniform_updates(request.schedule):
+        return 0.0
+    return request.overheads.sum_seconds(request.settings.microbatches / request.cluster.devices)
+
+
+def _with_least_sums(request: Request, minibatches: int | None) -> TrainingOverheads | None:
+    """The overheads with these sums on a worker that has so many minibatches of a round."""
+    least = _least_sum_seconds(request)
+    if request.overheads is None or not least:
+        return request.overheads and replace(request.overheads, gradient_sum_rate=math.inf)
+    rate = (1 - 1 / (minibatches or 1)) / least
+    return replace(request.overheads, gradient_sum_rate=rate)

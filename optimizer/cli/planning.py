@@ -13,6 +13,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.profile import folder_of, sizes_in
 from pipedream.optimizer.calibrate.verdict import Verdict
+from pipedream.optimizer.choose.bound import shared_out
 from pipedream.optimizer.choose.tied import plan_shared
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.like import recorded_options
@@ -37,6 +38,9 @@ from pipedream.optimizer.simulate.simulator import MOST_MOVES, QUICK_MOVES
 
 _WORTH_A_MESH = 0.99
 """Of the seconds of the best plan so far: a mesh that is no faster than this is not worth it."""
+
+_WORTH_SOLVING = 0.96
+"""The same where --intra-op is auto: if nothing can be faster than this, no shardings are sought."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +145,20 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     """The best of plans with workers of one device and of meshes, with what the others take. Raises
     UserError if there is none.
     """
+    assert task.operators is not None
     best = None if isinstance(plain, UserError) else plain
     alone = inf if best is None else _seconds(best)
+    least = least_seconds(task.request, task.operators)
     tried: dict[Mesh, float] = {}
     found: list[Planning] = []
+    worth = _WORTH_SOLVING if options.intra_op == "auto" else _WORTH_A_MESH
     for mesh in meshes(task.request.cluster) if are_alike(task.request.cluster) else ():
+        if least >= alone * worth:
+            return _not_divided(best, least)
         with suppress(UserError):  # nothing to divide, or too little memory
             on_mesh = task.on_mesh(mesh, (), options.intra_op)
-            if _at_least(on_mesh.request) >= (inf if best is None else _seconds(best)):
+            most = inf if best is None else _seconds(best) * _WORTH_A_MESH
+            if shared_out(on_mesh.request) >= most:
                 continue
             planning = _plan_workers(on_mesh, options)
             tried[mesh] = _seconds(planning)
@@ -159,22 +169,37 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
         assert isinstance(plain, UserError)
         raise plain
     if not tried:
-        return best
+        return _certified(best, least)
     mixed = _mixed(best, plain, found, task, options)
     if mixed is not None and _seconds(mixed) < alone * _WORTH_A_MESH:
         best = mixed
     elif best.task.sharding is not None and not isinstance(plain, UserError):
         best = plain  # faster only as long as what crosses between stages is not looked at
     seconds = _seconds(best) if best is mixed else None
-    assert task.operators is not None
-    bound = min(_seconds(best), least_seconds(task.request, task.operators))
-    outcome = best.outcome.predicting(
-        lower_bound_seconds=min(bound, best.outcome.plan.predicted.lower_bound_seconds)
-    )
+    outcome = _certified(best, least).outcome
     notes = (*outcome.notes, beside(tried, alone, best.task.shardings, seconds))
     made = [*([] if isinstance(plain, UserError) else [plain]), *found]
     others = tuple(each for each in made if each is not best)
     return replace(best, outcome=replace(outcome, notes=notes), others=others)
+
+
+def _not_divided(planning: Planning | None, least: float) -> Planning:
+    """The plan with workers of one device, with the reason why no others were sought."""
+    assert planning is not None
+    certified = _certified(planning, least)
+    saved = 1 - least / _seconds(planning)
+    note = (
+        f"Operators not divided: that could save {saved:.1%} at most, if it took no messages;"
+        " --intra-op exact seeks it."
+    )
+    outcome = certified.outcome
+    return replace(certified, outcome=replace(outcome, notes=(*outcome.notes, note)))
+
+
+def _certified(planning: Planning, least: float) -> Planning:
+    """With `least` as the bound, where that of workers of one device is higher."""
+    bound = min(_seconds(planning), least, planning.outcome.plan.predicted.lower_bound_seconds)
+    return replace(planning, outcome=planning.outcome.predicting(lower_bound_seconds=bound))
 
 
 def _mixed(
@@ -216,13 +241,6 @@ def _mixed(
     )
     solved = replace(task, request=request, undivided=alone, views=views, division=trial.division)
     return Planning(options, solved, solved.expanded(outcome), simulation)
-
-
-def _at_least(request: Request) -> float:
-    """Seconds per minibatch of all work, shared out evenly."""
-    cluster = request.cluster
-    speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
-    return float(request.planning.compute_seconds.sum()) / speeds
 
 
 def _seconds(planning: Planning) -> float:

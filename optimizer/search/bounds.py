@@ -29,14 +29,14 @@ def throughput_bound(
 ) -> float:
     """Seconds per minibatch of any plan: the larger of two bounds.
 
-    All devices share the compute time at best in proportion to their speeds, since under every
-    model a stage on d devices takes at least a d-th of its time on the slowest of them. And the
+    All devices share the work, with updates, at best in proportion to their speeds, since under
+    every model a stage on d devices takes at least a d-th of its time on the slowest. And the
     stage that holds a node takes at least as long as the node would alone, with the best
     replication over devices of the fastest type: more nodes mean more to compute and reduce.
     """
-    shared = float(graph.compute_seconds.sum() / _total_speed(cluster))
+    shared = float(graph.work_seconds.sum() / _total_speed(cluster))
     cost = _PieceCost(cluster, model, graph.parameter_bytes)
-    alone: Floats = graph.compute_seconds / DeviceTypes.of(cluster).fastest
+    alone: Floats = graph.work_seconds / DeviceTypes.of(cluster).fastest
     for level, count in enumerate(cluster.machines, start=1):
         replicas = np.arange(1, 2 if straight else count + 1)[:, None]
         alone = cost.price(alone, [LevelShare(level, 0, slice(None), replicas, True)]).min(axis=0)

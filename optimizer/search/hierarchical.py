@@ -128,6 +128,7 @@ class Search:
         self._counted = cost.depends_on_downstream and rules.fewer_machines
         self.steps = 0  # elementary steps of work done
         self._tables: dict[_Subproblem, Floats] = {}
+        self._known: dict[tuple[_Subproblem, int], Floats] = {}
         self._allocated: dict[tuple[_Subproblem, bool], list[_Allocation]] = {}
 
     def best(self) -> Solution | None:
@@ -155,12 +156,23 @@ class Search:
     def _inside(self, subproblem: _Subproblem, start: int, ends: States) -> Floats:
         """[used, end]: the best cost in this subproblem of the pieces that begin at `start`."""
         if subproblem.level == 0:
+            if self.coarse:
+                return self._on_device(subproblem, start)[None, ends]
             cost = self._on[subproblem.device]
             given = subproblem.downstream_workers, subproblem.replicas
             return cost.on_device(start, ends, *given)[None]
         if subproblem not in self._tables:
             self._tables[subproblem] = self._by_devices(subproblem, self._pipelines(subproblem)[1])
         return self._tables[subproblem][:, start, ends]
+
+    def _on_device(self, subproblem: _Subproblem, start: int) -> Floats:
+        """[end]: the cost on a device, remembered: rounded numbers come again and again."""
+        key = subproblem, start
+        if key not in self._known:
+            given = subproblem.downstream_workers, subproblem.replicas
+            cost = self._on[subproblem.device]
+            self._known[key] = cost.on_device(start, slice(None), *given)
+        return self._known[key]
 
     def _by_devices(self, subproblem: _Subproblem, whole: Floats) -> Floats:
         """[used, ...]: the best of `whole[m, w, ...]`; of length 1 if devices are not counted.
