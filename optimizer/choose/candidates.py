@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
-from pipedream.optimizer.choose.division import Division, in_order
+from pipedream.optimizer.choose.division import Division, even_downsets, in_order
 from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost, ReleasedCost
 from pipedream.optimizer.search.planner import rough_plan
 from pipedream.optimizer.search.request import Request
@@ -16,6 +16,9 @@ _MOST_CUTS, _FEW_DEVICES = 300, 64
 """Cuts over which the search under another cost model is made, with up to so many devices; with
 more, the fewer the more there are of them: the work goes with the squares of both.
 """
+
+_MOST_STAGES = 64
+"""Of pipelines whose stages are all alike."""
 
 DATA_PARALLEL = "data parallelism"
 
@@ -33,15 +36,31 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
     rules, devices = request.rules, request.cluster.devices
     if not rules.straight or devices == 1:
         yield DATA_PARALLEL, data_parallel(request)
+    if request.has_many_devices and not rules.straight:
+        yield from _even(request)
+        if not request.hurried:
+            yield from _divisions("best by network", replace(request, model=NetworkCost()))
+        return
     for model in MODELS:
         yield from _divisions(f"best by {model.name}", replace(request, model=model))
-    if not rules.straight and not request.has_many_devices:
+    if not rules.straight:
         yield from _on_fewer(request)
     crowded = devices > len(request.planning)
     straight = replace(rules, straight=True, fewer_machines=rules.fewer_machines or crowded)
     for model in (NetworkCost(), PaperCost()):
         changed = replace(request, model=model, rules=straight)
         yield from _divisions("straight pipeline", changed)
+
+
+def _even(request: Request) -> Iterator[tuple[str, Division]]:
+    """Pipelines of as much work and as many replicas in each stage, as people make them: of many
+    devices they are hard to beat, and need no search.
+    """
+    graph, devices = request.planning, request.cluster.devices
+    for stages in range(2, min(_MOST_STAGES, len(graph)) + 1):
+        if devices % stages == 0:
+            ranks = in_order([devices // stages] * stages)
+            yield "stages alike", Division(even_downsets(graph, stages), ranks)
 
 
 def _on_fewer(request: Request) -> Iterator[tuple[str, Division]]:

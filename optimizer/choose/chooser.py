@@ -96,11 +96,14 @@ def choose(request: Request) -> Outcome:
     fitting.sort(key=lambda trial: trial.seconds)
     neighbours = Neighbours(request.planning, request.cluster, request.rules.straight)
     steps = _steps(neighbours)
-    climbed = [climb(start, trials, steps, trials.spent + _BUDGET) for start in fitting[:_STARTS]]
-    starts = [*climbed, *fitting]
-    explored = best_first(starts, trials, neighbours.of, trials.spent + _BUDGET, _WORTH_EXPLORING)
-    best = climb(explored, trials, steps, trials.spent + _BUDGET)
-    divisions = [best.division, *(trial.division for trial in fitting[:_STARTS])]
+    starts = fitting[: 1 if request.has_many_devices else _STARTS]
+    climbed = [climb(start, trials, steps, trials.spent + _BUDGET) for start in starts]
+    best = climbed[0]
+    if not request.has_many_devices:
+        most = trials.spent + _BUDGET
+        explored = best_first([*climbed, *fitting], trials, neighbours.of, most, _WORTH_EXPLORING)
+        best = climb(explored, trials, steps, trials.spent + _BUDGET)
+    divisions = [best.division, *(start.division for start in starts)]
     return replace(
         _outcome(request, best, trials),
         rivals=tuple(_rivals(named, best)),
@@ -144,7 +147,9 @@ def _too_large(plan: Plan, request: Request) -> tuple[str, ...]:
 
 
 def _named_trials(request: Request, trials: PlacedTrials) -> Iterator[tuple[str, Trial]]:
-    """The candidates; with more in flight those that may come near the fastest."""
+    """The candidates; with more in flight those that may come near the fastest, of many devices the
+    fastest alone.
+    """
     tried = [
         (name, trial)
         for name, division in candidates(request)
@@ -152,8 +157,8 @@ def _named_trials(request: Request, trials: PlacedTrials) -> Iterator[tuple[str,
     ]
     fastest = min((trial.seconds for _, trial in tried), default=0.0)
     for name, trial in tried:
-        settled = None
-        if trial.bound <= fastest * _WORTH_EXPLORING:
+        settled, least = None, trial.seconds if request.has_many_devices else trial.bound
+        if least <= fastest * (1 if request.has_many_devices else _WORTH_EXPLORING):
             with suppress(UserError):
                 settled = trials.settle(trial.division)
         yield name, settled or trial
@@ -219,7 +224,7 @@ def priced_outcome(request: Request, best: Trial, bound: float) -> Outcome:
     placed = best.division.placed(request.cluster)
     outcome = placed_outcome(memory, request, placed, bound, slack=best.division.slack)
     plan = best.simulation.noted_in(outcome.plan)
-    in_a_run = expected(plan, request)
+    in_a_run = None if request.hurried else expected(plan, request)
     outcome = replace(outcome, plan=plan)
     return outcome if in_a_run is None else in_a_run.noted_in(outcome)
 
@@ -230,7 +235,7 @@ def _outcome(request: Request, best: Trial, trials: PlacedTrials) -> Outcome:
     plan = outcome.plan
     figures: dict[str, object] = {}
     whole = trials.tried(data_parallel(request))
-    of_whole = whole and expected(whole.plan, request)
+    of_whole = None if whole is None or request.hurried else expected(whole.plan, request)
     if of_whole is not None:
         figures["data_parallel_seconds"] = of_whole.seconds
     if request.latency is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.plan import DraftPlan
 from pipedream.optimizer.cost.stages import PlacedStage
@@ -57,3 +59,17 @@ def in_order(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         ranks.append(tuple(range(begin, begin + count)))
         begin += count
     return tuple(ranks)
+
+
+def even_downsets(graph: PlanningGraph, stages: int) -> tuple[int, ...]:
+    """The downsets of stages of as much work each, in the order of the graph, none of them empty.
+    There are at least so many nodes.
+    """
+    count, seconds = len(graph), np.cumsum(graph.compute_seconds)
+    ends: list[int] = []
+    for stage in range(1, stages + 1):
+        end = int(np.searchsorted(seconds, seconds[-1] * stage / stages * (1 - 1e-12))) + 1
+        least = (ends[-1] if ends else 0) + 1
+        ends.append(min(max(end, least), count - (stages - stage)))
+    ends[-1] = count
+    return tuple((1 << end) - 1 for end in ends)

@@ -13,6 +13,7 @@ from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import ASSUMED, Noise
 
 _PLAYS = 5
+"""One of many devices says as much."""
 
 
 class Expected(NamedTuple):
@@ -37,7 +38,8 @@ def expected(plan: DraftPlan, request: Request) -> Expected | None:
     """None if the plan takes long to simulate."""
     spread = request.spread or ASSUMED
     alike = request.simulate(plan, noise=Noise([fmean(spread)], 0))
-    tried = (request.simulate(plan, noise=Noise(spread, seed)) for seed in range(_PLAYS))
+    seeds = range(1 if request.has_many_devices else _PLAYS)
+    tried = (request.simulate(plan, noise=Noise(spread, seed)) for seed in seeds)
     plays = [played for played in tried if played is not None]
     if alike is None or not plays:
         return None

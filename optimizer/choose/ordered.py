@@ -12,15 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from pipedream.graph.choices import BEST_ORDER, DEFAULT_ORDER
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import DraftPlan
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.choose.bound import lower_bound
-from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.choose.division import Division, even_downsets
 from pipedream.optimizer.choose.expected import expected
 from pipedream.optimizer.choose.local_search import best_first
 from pipedream.optimizer.choose.neighbours import Neighbours
@@ -178,16 +176,8 @@ def _layouts(cluster: Cluster, places: int, replicas: int) -> Iterator[tuple[tup
 
 
 def even(graph: PlanningGraph, shape: Shape) -> Division:
-    """Stages of as much work each, in the order of the graph, none of them empty."""
-    stages, count = len(shape.places), len(graph)
-    seconds = np.cumsum(graph.compute_seconds)
-    ends: list[int] = []
-    for stage in range(1, stages + 1):
-        end = int(np.searchsorted(seconds, seconds[-1] * stage / stages * (1 - 1e-12))) + 1
-        least = (ends[-1] if ends else 0) + 1
-        ends.append(min(max(end, least), count - (stages - stage)))
-    ends[-1] = count
-    return Division(tuple((1 << end) - 1 for end in ends), shape.of_stages)
+    """Stages of as much work each."""
+    return Division(even_downsets(graph, len(shape.places)), shape.of_stages)
 
 
 def _outcome(request: Request, best: OrderedTrial, tried: int) -> Outcome:

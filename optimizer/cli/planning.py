@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.placements.placement import Mesh
+from pipedream.graph.placements.placement import Mesh, device_count
 from pipedream.graph.profile import folder_of, sizes_in
 from pipedream.optimizer.calibrate.verdict import Verdict
 from pipedream.optimizer.choose.bound import shared_out
@@ -40,7 +40,13 @@ _WORTH_A_MESH = 0.99
 """Of the seconds of the best plan so far: a mesh that is no faster than this is not worth it."""
 
 _WORTH_SOLVING = 0.96
-"""The same where --intra-op is auto: if nothing can be faster than this, no shardings are sought."""
+"""The same with --intra-op auto: if nothing can be faster than this, no shardings are sought."""
+
+_HOPEFUL = 1 / 1.2
+"""The same for all work of a mesh, shared out evenly, where there are many devices: pipelines of
+these take at least so many times as long. Meshes of more devices, with more messages, are then not
+tried.
+"""
 
 
 @dataclass(frozen=True)
@@ -152,15 +158,20 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     tried: dict[Mesh, float] = {}
     found: list[Planning] = []
     worth = _WORTH_SOLVING if options.intra_op == "auto" else _WORTH_A_MESH
+    hopeful = _HOPEFUL if task.request.has_many_devices else 1.0
+    largest = inf
     for mesh in meshes(task.request.cluster) if are_alike(task.request.cluster) else ():
         if least >= alone * worth:
             return _not_divided(best, least)
+        if device_count(mesh) >= largest:
+            continue
         with suppress(UserError):  # nothing to divide, or too little memory
             on_mesh = task.on_mesh(mesh, (), options.intra_op)
-            most = inf if best is None else _seconds(best) * _WORTH_A_MESH
+            most = inf if best is None else _seconds(best) * hopeful
             if shared_out(on_mesh.request) >= most:
+                largest = device_count(mesh) if task.request.has_many_devices else inf
                 continue
-            planning = _plan_workers(on_mesh, options)
+            planning = _plan_workers(on_mesh, options, play=not on_mesh.request.hurried)
             tried[mesh] = _seconds(planning)
             found.append(planning)
             if best is None or tried[mesh] < _seconds(best) * _WORTH_A_MESH:
@@ -249,8 +260,8 @@ def _seconds(planning: Planning) -> float:
     return predicted.seconds_shared_out if simulated is None else simulated.seconds_per_minibatch
 
 
-def _plan_workers(task: Task, options: Options) -> Planning:
-    """Plans for the workers of the task."""
+def _plan_workers(task: Task, options: Options, play: bool = True) -> Planning:
+    """Plans for the workers of the task; `play`: and simulates the plan as a whole."""
     try:
         request, outcome, notes = plan_shared(task.request, task.any_schedule)
     except MemoryError as error:
@@ -258,7 +269,7 @@ def _plan_workers(task: Task, options: Options) -> Planning:
             f"{named(options)}: not enough memory here to plan for so many devices; give fewer"
         ) from error
     most_moves = MOST_MOVES if options.timeline or options.compare else QUICK_MOVES
-    simulation = request.simulate(outcome.plan, most_moves)
+    simulation = request.simulate(outcome.plan, most_moves) if play else None
     best = outcome.plan if simulation is None else simulation.noted_in(outcome.plan)
     recorded = recorded_options(options, request.footprints is not None)
     best = best.model_copy(update={"asked": recorded, **task.measured_for})

@@ -144,7 +144,7 @@ class Task:
             divided = [DividedStage(self.sharding, own) for own in taken]
             plan = of_leaders(plan, self.sharding)
         found = replace(outcome, plan=expand(plan, divided, self.profile))
-        return with_whole_model(found, self.of_devices)
+        return found if self.request.hurried else with_whole_model(found, self.of_devices)
 
     @property
     def shardings(self) -> tuple[ModelSharding, ...]:

@@ -40,8 +40,8 @@ _DRAWN, _RANKS = 8, 4
 _HALVINGS = 60
 
 _MOST_CUTS = 1000
-"""Cuts over which others' plans are searched: with all 71,175 of a Llama of 22 layers the plans were
-the same, and took five times as long.
+"""Cuts over which others' plans are searched: with all 71,175 of a Llama of 22 layers the plans
+were the same, and took five times as long.
 """
 
 

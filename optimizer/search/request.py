@@ -105,6 +105,7 @@ class Request:
     - `split`: the stages, if they are given and only to be priced;
     - `room`: how many bytes of a device are not the model's;
     - `groups`: of nodes, that no plan cuts;
+    - `hurried`: teams of many devices, which are searched as quickly as these;
     - `views`: what has been worked out of graphs, which requests made by `replace` share.
     """
 
@@ -132,6 +133,7 @@ class Request:
     split: Split | None = None
     room: float = 0.0
     groups: tuple[tuple[str, ...], ...] = ()
+    hurried: bool = False
     views: GraphViews = field(default_factory=GraphViews, repr=False, compare=False)
 
     def priced_as(self, graph: Graph, footprints: Mapping[str, Footprint] | None) -> Request:
@@ -144,9 +146,10 @@ class Request:
     @property
     def has_many_devices(self) -> bool:
         """Whether searches and simulations take so long that what only refines a choice is left
-        out: the all-reduce in the bound, plans on fewer devices, better ones of other schedules.
+        out: the all-reduce in the bound, plans on fewer devices and by the cost models of others,
+        better ones of other schedules, and steps from any plan but the best.
         """
-        return self.cluster.devices > _MANY_DEVICES
+        return self.hurried or self.cluster.devices > _MANY_DEVICES
 
     @property
     def cost_model(self) -> CostModel:

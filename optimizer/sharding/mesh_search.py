@@ -81,12 +81,12 @@ def best_plan(
     views: Views, profile: Profile, starts: Sequence[Division], by_stage: bool = True
 ) -> Found | None:
     """The fastest division found from these: first with the operators of the whole model divided,
-    then, `by_stage`, from the best with those of each stage. None if none of them can be simulated
-    and fits.
+    then, `by_stage`, from the best with those of each stage, if there are not many devices. None if
+    none of them can be simulated and fits.
     """
     trials = MeshTrials(views)
     found = best_divisions(trials, starts)
-    if not by_stage:
+    if not by_stage or views.request.has_many_devices:
         return Found(found[0], views, trials.plans) if found else None
     again = DividedTrials(StageDivisions(views, profile))
     better = best_divisions(again, list(dict.fromkeys(each.division for each in found)))
@@ -114,6 +114,8 @@ def best_divisions(trials: MeshTrials, starts: Sequence[Division]) -> list[Trial
         yield from ((other, _WORTH_MEMORY) for other in Neighbours.in_flight(division))
         yield from ((other, _BETTER) for other in around.of(division))
 
+    if request.has_many_devices:
+        return [climb(fitting[0], trials, steps, trials.spent + _BUDGET)]
     climbed = [climb(each, trials, steps, trials.spent + _BUDGET) for each in fitting[:_STARTS]]
     most = trials.spent + _BUDGET
     explored = best_first([*climbed, *fitting], trials, around.of, most, _WORTH_EXPLORING)

@@ -73,7 +73,10 @@ class Views:
             footprints = {
                 name: (of_node[name].footprints or {})[name] for name in self.request.footprints
             }
-        return self.request.priced_as(self.request.graph.with_figures(nodes), footprints)
+        request = self.request
+        if any(division.meshes):  # as in `of_teams`
+            request = replace(request, selective=False)
+        return request.priced_as(request.graph.with_figures(nodes), footprints)
 
     def divided(self, division: Division) -> list[DividedStage]:
         """What divides its stages."""
@@ -97,4 +100,5 @@ def of_teams(request: Request, profile: Profile, sharding: ModelSharding) -> Req
         cluster=sharding.teams,
         footprints=None if footprints is None else team_footprints(footprints, sharding),
         selective=False,  # on meshes stages run as programs
+        hurried=request.has_many_devices,
     )

@@ -12,10 +12,11 @@ from random_graphs import graphs
 from pipedream.graph.choices import SCHEDULES
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
+from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.candidates import data_parallel
 from pipedream.optimizer.choose.chooser import best_plan, choose
-from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.choose.division import Division, even_downsets, in_order
 from pipedream.optimizer.choose.placed_trials import PlacedTrials
 from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.stages import Rules
@@ -127,3 +128,38 @@ def test_the_bound_knows_that_a_ring_must_leave_the_machine(make_graph):
     wanted = Request(graph, cluster, NetworkCost())
     assert lower_bound(wanted) == pytest.approx(5e-3)  # two devices of one machine
     assert lower_bound(replace(wanted, cluster=Cluster(machines=(4,), bandwidth=(1e12,)))) < 3e-3
+
+
+def test_the_bound_sums_no_gradients_that_replicas_do_not(make_graph):
+    """Four replicas with a microbatch each add nothing up; one worker with all four adds three
+    times, and the bound once counted that.
+    """
+    graph = make_graph("a", a=(10, 0, 1e6))
+    overheads = TrainingOverheads({}, gradient_sum_rate=1e8)
+    for microbatches in (4, 8, 64):
+        wanted = replace(
+            request(graph, 4, 1e12, schedule="flush", update_rate=1e12),
+            microbatches=microbatches,
+            overheads=overheads,
+        )
+        outcome = choose(wanted)
+        assert outcome.plan.replicas == (4,)
+        simulated = outcome.plan.predicted.simulated
+        assert simulated is not None
+        taken = simulated.seconds_per_minibatch
+        sums = 1e6 / 1e8 * (1 - 4 / microbatches) / 4
+        assert taken == pytest.approx(10e-3 / 4 + sums, rel=2e-2)
+        assert taken / 1.01 < lower_bound(wanted) <= taken
+
+
+def test_of_many_devices_stages_alike_are_tried(make_graph):
+    """What people would make by hand is never better than the plan."""
+    graph = chain(make_graph, 32)
+    wanted = request(graph, 256, 1e11, schedule="flush", microbatches=512)
+    outcome = choose(wanted)
+    seconds = outcome.plan.predicted.simulated.seconds_per_minibatch
+    trials = PlacedTrials(wanted)
+    for stages in (2, 4, 8, 16):
+        ranks = in_order([256 // stages] * stages)
+        alike = trials.tried(Division(even_downsets(wanted.planning, stages), ranks))
+        assert seconds <= alike.seconds * (1 + 1e-3)
