@@ -247,3 +247,19 @@ def test_a_stage_is_divided_for_itself(perceptron: Path) -> None:
     assert changed.found is not None
     assert changed.found.of_stages
     assert StageDivisions(views, task.profile, labels=-1).of(division) is None, "it would take long"
+
+
+@pytest.mark.slow
+def test_beside_meshes_no_single_nodes_are_recomputed(perceptron: Path) -> None:
+    """Stages on meshes run as programs: the plan of a model too large for its devices was invalid,
+    and the search ended in a traceback.
+    """
+    task = task_of(perceptron, "4", "200MB")
+    assert task.request.selective
+    views = views_of(task, ((2,),))
+    divided = with_teams(views, (1,), (Team(0, 1), Team(1, 1)))
+    alone = with_teams(views, (1,), (Team(0, 2), Team(0, 2)))
+    assert divided is not None
+    assert alone is not None
+    assert not views.priced(divided).selective
+    assert views.priced(alone).selective
