@@ -1,4 +1,5 @@
-"""Ten small models of others and of no one, that nothing here was fitted to, and their examples.
+"""Ten small models of others and of no one, that nothing here was fitted to, and their examples; and
+five from which the floor of intervals comes.
 
 pd-train finds them by name: `paired_models:make` and `paired_models:examples`.
 """
@@ -34,11 +35,11 @@ class Paired:
 
 def make(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name].make()
+    return ALL[name].make()
 
 
 def examples(name: str, count: int) -> tuple[Examples, None]:
-    return MODELS[name].examples(count), None
+    return ALL[name].examples(count), None
 
 
 def library(name: str) -> Any:
@@ -191,3 +192,46 @@ MODELS: dict[str, Paired] = {
     "two towers": Paired(TwoTowers, ratings, "mse_loss", 64),
     "speech": Paired(Speech, sounds, "paired_models:of_frames", 8),
 }
+
+FITTED: dict[str, Paired] = {
+    "resnet": Paired(_torchvision("resnet18"), images, "cross_entropy", 16),
+    "vit": Paired(
+        _timm("vit_tiny_patch16_224", img_size=SIDE, depth=6), images, "cross_entropy", 16
+    ),
+    "gpt2": Paired(
+        _transformers(
+            "GPT2",
+            "LMHeadModel",
+            n_embd=256,
+            n_layer=4,
+            n_head=4,
+            vocab_size=WORDS,
+            n_positions=64,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        ),
+        sentences,
+        "output",
+        8,
+    ),
+    "bert": Paired(
+        _transformers(
+            "Bert",
+            "ForMaskedLM",
+            hidden_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=1_024,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **_SMALL,
+        ),
+        sentences,
+        "output",
+        8,
+    ),
+    "wide towers": Paired(lambda: TwoTowers(2_048, 2), ratings, "mse_loss", 32),
+}
+
+ALL = MODELS | FITTED

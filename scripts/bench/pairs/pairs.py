@@ -1,13 +1,14 @@
 """Do nine of ten runs take what pd-optimize said? On two processes of this machine.
 
-    python scripts/bench/pairs/pairs.py [--folder FOLDER] [MODEL]...
+    python scripts/bench/pairs/pairs.py [--folder FOLDER] [--fit] [MODEL]...
 
 As a user does it, one command after the other, for each model of `paired_models`: pd-profile with
 --workers 2, pd-optimize with --cluster auto, pd-train, and pd-profile again. A line for each: the
 interval of the plan, what the run took, the error of the expected time, and `drift`, by how much
 the passes of the second profile took longer. `both`: what pd-optimize says of the same plan when it
 is given both profiles (--again). Then how many intervals hold, their median width and the median
-error, and the relative deviation of the runs, of which `FLOOR` in optimizer/choose/interval.py is.
+error, and the relative deviation of the runs; with --fit of other models, which is what `FLOOR` in
+optimizer/choose/interval.py is.
 
 A pair takes about a minute and a half. What is in FOLDER already is not measured again.
 """
@@ -27,7 +28,7 @@ from typing import Any
 
 import pandas as pd
 import yaml
-from paired_models import MODELS
+from paired_models import ALL, FITTED, MODELS
 
 from pipedream.graph.cluster import write_cluster
 from pipedream.graph.plan import Plan, read_plan
@@ -40,7 +41,8 @@ SECONDS = 15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--fit", action="store_true", help="runs that FLOOR is taken from")
+    parser.add_argument("models", nargs="*")
     asked = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
@@ -48,7 +50,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="pairs-"))
     rows = []
-    for name in asked.models:
+    for name in asked.models or (FITTED if asked.fit else MODELS):
         rows.append(pair(name, folder / name.replace(" ", "-")))
         print(json.dumps(rows[-1]), flush=True)
     report(rows)
@@ -77,7 +79,7 @@ def pair(name: str, folder: Path) -> dict[str, Any]:
 
 def write_config(name: str, path: Path, minibatches: int) -> None:
     """Of a run of one epoch of so many minibatches, which learns nothing."""
-    model = MODELS[name]
+    model = ALL[name]
     count = minibatches * model.batch_size
     text = {
         "format": "pipedream-run/1",
