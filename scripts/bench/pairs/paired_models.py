@@ -1,5 +1,5 @@
-"""Ten small models of others and of no one, that nothing here was fitted to, and their examples; and
-five from which the floor of intervals comes.
+"""Ten small models of others and of no one, that nothing here was fitted to, and their examples;
+and five from which the floor of intervals comes.
 
 pd-train finds them by name: `paired_models:make` and `paired_models:examples`.
 """
