@@ -232,8 +232,8 @@ GROUPS = {
             "How to divide operators among devices: exact finds the best for each mesh and proves"
             " it, cones nearly so, with fewer choices, propagate divides what --shard leads to,"
             " recursive halves the machine again and again, in milliseconds; none: each worker is"
-            " one device. auto: exact, on every mesh that the machines have, where that is faster"
-            " than none.",
+            " one device. auto: exact, on every mesh that the machines have, where that may be"
+            " faster than none by 4 %.",
         ),
     ),
     "Output": (
