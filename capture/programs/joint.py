@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, TypeAlias
 
 import torch
@@ -201,9 +201,9 @@ class _Noting(fx.Interpreter):
         mode = get_proxy_mode()
         assert mode is not None
         graph = mode.tracer.graph
-        before = len(graph.nodes)
+        last = next(reversed(graph.nodes))
         result = super().run_node(n)
-        for node in list(graph.nodes)[before:]:
+        for node in takewhile(lambda each: each is not last, reversed(graph.nodes)):
             _add_meta(node, n.meta)
         return result
 
