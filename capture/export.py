@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from typing import Any
@@ -31,7 +32,7 @@ from pipedream.capture.errors.capture_errors import (
     place_of,
 )
 from pipedream.capture.errors.user_code import check_call, place
-from pipedream.capture.fake_values import CannotRun, fake_values
+from pipedream.capture.fake_values import CannotRun, fake_values, run_fake
 from pipedream.capture.grouping import OperatorGroup, constants, group_by_module
 from pipedream.capture.rewrites.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.rewrites.no_grad import inference_as_no_grad
@@ -132,14 +133,27 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         one.shape != other.shape
         for one, other in zip(flatten_inputs(args, kwargs), flatten_inputs(*two), strict=True)
     ):
-        more = Recording(model)
-        with suppress(UserError):
-            _export_as(model, two[0], two[1], more)
+        more = _recorded(model, two[0], two[1])
         if len(more.contiguous) == len(recording.contiguous) and more.contiguous != (
             recording.contiguous
         ):
             program = _export_as(model, args, kwargs, Recording(model, as_in=more))
     return program
+
+
+def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    """Returns the recording of an export: for this a run without values does, which takes a third
+    of the time, and an export where the model cannot run so.
+    """
+    recording = Recording(model)
+    try:
+        with _recording(model, recording):
+            run_fake(model, args, kwargs)
+    except Exception:  # the model's code may raise anything
+        recording = Recording(model)
+        with suppress(UserError):
+            _export_as(model, args, kwargs, recording)
+    return recording
 
 
 def _two_examples(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,22 +163,31 @@ def _two_examples(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().repeat(2, *[1] * (tensor.dim() - 1)).requires_grad_(tensor.requires_grad)
 
 
+@contextmanager
+def _recording(model: nn.Module, recording: Recording) -> Iterator[Counter[str]]:
+    """Context of an export, or of a run like it; gives the functions called on gradients."""
+    with (
+        _suppress_output(),
+        functions_as_operators(),
+        inference_as_no_grad(),
+        recording,
+        functions_on_gradients(model) as called,
+        recording.watching_buffers(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield called
+
+
 def _export_as(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording
 ) -> ExportedProgram:
     try:
         with (
-            _suppress_output(),
             noting_lines(),
-            functions_as_operators(),
-            inference_as_no_grad(),
-            recording,
-            functions_on_gradients(model) as called,
-            recording.watching_buffers(),
+            _recording(model, recording) as called,
             model.register_forward_hook(check_output),
-            warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")
             program = torch.export.export(model, args, kwargs, strict=False)
         check_backward_passes(called, program.graph_module)
         return program

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
 from pipedream.capture.autograd_functions import autograd_nodes
 from pipedream.capture.compute_settings import Precision, placed
@@ -17,6 +20,25 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
     """Returns the mode of the first fake tensor among the values; a new one if there is none."""
     modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
     return next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def run_fake(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Calls the model with fake tensors in the place of its own and its inputs', so that nothing
+    is computed and no buffer changes.
+    """
+    own = (each(remove_duplicate=False) for each in (model.named_parameters, model.named_buffers))
+    state: dict[str, Tensor] = dict(chain.from_iterable(own))
+    mode = fake_mode_of([*state.values(), *pytree.tree_leaves((args, kwargs))])
+
+    def fake(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+    fakes = {id(tensor): fake(tensor) for tensor in state.values()}  # a tied one stays tied
+    args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
+    with mode:
+        functional_call(
+            model, {name: fakes[id(each)] for name, each in state.items()}, args, dict(kwargs)
+        )
 
 
 class CannotRun(Exception):
@@ -37,11 +59,11 @@ class _Gradients(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(module)
         self.mode, self.device = mode, device
-        self.seen: dict[str, torch.Tensor] = {}
+        self.seen: dict[str, Tensor] = {}
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return value
         fake = value if isinstance(value, FakeTensor) else self.mode.from_tensor(value)
         if fake.device.type == self.device.type:
@@ -57,12 +79,12 @@ class _Gradients(fx.Interpreter):
             result = super().run_node(n)
         except RuntimeError as error:
             raise CannotRun(n, error) from error
-        if isinstance(result, torch.Tensor) and n.op != "get_attr":
+        if isinstance(result, Tensor) and n.op != "get_attr":
             self.seen[n.name] = result
         return result
 
 
-def fake_values(module: fx.GraphModule, precision: Precision) -> dict[str, torch.Tensor]:
+def fake_values(module: fx.GraphModule, precision: Precision) -> dict[str, Tensor]:
     """Every tensor of the graph as a fake tensor: shape, type, and whether it needs gradients.
 
     They are those of passes on the device of `precision`, for which autocast has rules of its own.

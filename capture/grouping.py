@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -107,9 +107,12 @@ def operator_name(node: fx.Node) -> str:
 
 def _join_shared_memory(groups: list[OperatorGroup], module: fx.GraphModule) -> list[OperatorGroup]:
     """Joins groups that read and write the same memory, and everything between them."""
+    of = _numbers(groups)
     for together in writes_shared_memory(module):
-        of, parts = _reads(groups)
         ends = {of[node] for node in together if node in of}
+        if len(ends) < 2:
+            continue
+        parts = _reads(groups, of)
         below = set().union(*(nx.descendants(parts, end) for end in ends))
         above = set().union(*(nx.ancestors(parts, end) for end in ends))
         joined = sorted(ends | (below & above))
@@ -117,7 +120,8 @@ def _join_shared_memory(groups: list[OperatorGroup], module: fx.GraphModule) -> 
         for index in joined[1:]:
             first.nodes += groups[index].nodes
             groups[index].nodes = []
-        first.description = first.description if len(joined) == 1 else IN_PLACE
+        first.description = IN_PLACE
+        of = _numbers(groups)
     return [group for group in groups if group.nodes]
 
 
@@ -149,7 +153,7 @@ def _is_lone(group: OperatorGroup) -> bool:
 def _in_order(groups: list[OperatorGroup], module: fx.GraphModule) -> list[OperatorGroup]:
     """Returns the groups in a topological order, close to the order of execution."""
     position = {node: index for index, node in enumerate(module.graph.nodes)}
-    _, parts = _reads(groups)
+    parts = _reads(groups, _numbers(groups))
     last = [max(position[node] for node in group.nodes) for group in groups]
     for group in groups:
         group.nodes.sort(key=position.__getitem__)
@@ -157,15 +161,19 @@ def _in_order(groups: list[OperatorGroup], module: fx.GraphModule) -> list[Opera
     return [groups[index] for index in order]
 
 
-def _reads(groups: Sequence[OperatorGroup]) -> tuple[dict[fx.Node, int], nx.DiGraph[int]]:
-    """Returns the number of each operator's group, and the graph of which group reads which."""
-    of = {node: index for index, group in enumerate(groups) for node in group.nodes}
+def _numbers(groups: Sequence[OperatorGroup]) -> dict[fx.Node, int]:
+    """Returns the number of each operator's group."""
+    return {node: index for index, group in enumerate(groups) for node in group.nodes}
+
+
+def _reads(groups: Sequence[OperatorGroup], of: Mapping[fx.Node, int]) -> nx.DiGraph[int]:
+    """Returns the graph of which group reads which; `of`: see `_numbers`."""
     parts: nx.DiGraph[int] = nx.DiGraph()
     parts.add_nodes_from(range(len(groups)))
     for node, index in of.items():
         sources = (of[source] for source in node.all_input_nodes if source in of)
         parts.add_edges_from((source, index) for source in sources if source != index)
-    return of, parts
+    return parts
 
 
 def undivided(captured: Captured) -> str:

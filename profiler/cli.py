@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipedream.graph.command import COUNT, PATH, Command, UserError, option, write_whole, writing
+from pipedream.profiler.collecting import without_collecting
 from pipedream.profiler.network.options import NETWORK_OPTIONS, check_no_network_options
 from pipedream.profiler.progress import progress
 from pipedream.profiler.report.view import VIEW_OPTIONS, view_profiles
@@ -172,9 +173,12 @@ def _profile_model(options: Mapping[str, Any]) -> None:
         check_folder(output, sizes)
         profile_sizes(sizes, output, _measurement(options, args), write_files)
     else:
-        measured = _measurement(options, args)(options["batch_size"])
-        planned = output / "graph.txt"
-        written = write_files(measured, output)
+        # What is measured is measured as it is trained: with whatever Python does beside it.
+        estimated = options["asked_device"] is not None
+        with without_collecting() if estimated else nullcontext():
+            measured = _measurement(options, args)(options["batch_size"])
+            planned = output / "graph.txt"
+            written = write_files(measured, output)
         print_report(measured.profile, options["sort"], options["top"])
         if measured.undivided:
             click.echo(f"Not divisible: {measured.undivided}")

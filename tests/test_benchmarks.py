@@ -35,6 +35,7 @@ FOLDERS = [
             "meshes",
             "orders",
             "pairs",
+            "published",
         )
     ),
 ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -174,16 +176,43 @@ def place_of(node: fx.Node) -> str:
 @contextmanager
 def noting_lines() -> Iterator[None]:
     """Has operators exported inside know all lines of the user's that led to them: torch keeps only
-    those of functions called `forward`.
+    those of functions called `forward`, after it has looked up a hundred others.
     """
 
     def ours(_tracer: object, frames: traceback.StackSummary) -> traceback.StackSummary:
-        shown = (each for each in frames if each.name == "forward" or is_the_users(each.filename))
+        shown = (each for each in frames if _is_shown(each.name, each.filename))
         return traceback.StackSummary.from_list(shown)
 
     filter_name = "_filter_traceback_frames"  # older versions of torch lack it
-    with patch.object(fx.proxy.TracerBase, filter_name, ours, create=True):
+    with (
+        patch.object(fx.proxy, "CapturedTraceback", _ShownLines, create=True),
+        patch.object(fx.proxy.TracerBase, filter_name, ours, create=True),
+    ):
         yield
+
+
+def _is_shown(function: str, file: str) -> bool:
+    return function == "forward" or is_the_users(file)
+
+
+class _ShownLines:
+    """In the place of torch's `CapturedTraceback`: looks up no line but those shown."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self.frame = frame
+
+    @staticmethod
+    def extract(**_: object) -> _ShownLines:
+        return _ShownLines(sys._getframe(1))
+
+    def summary(self) -> traceback.StackSummary:
+        """Returns the frames from the outermost to that of the operator."""
+        shown = [
+            traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name)
+            for frame, line in traceback.walk_stack(self.frame)
+            if _is_shown(frame.f_code.co_name, frame.f_code.co_filename)
+        ]
+        return traceback.StackSummary.from_list(reversed(shown))
 
 
 class FirstUseOfData(TorchFunctionMode):

@@ -65,6 +65,8 @@ def sum_means(joint: Joint) -> Joint:
             ends[node] = _replace_loss(graph, node, _BACKWARD[node.target], node.args[1])
         elif node.target in _CLASSES and node.args[3] == _MEAN:
             ends |= _replace_class_loss(graph, node)
+    if not ends:
+        return joint
     joint.module.recompile()
     gradients = joint.weight_gradients.items()
     return replace(
@@ -136,6 +138,8 @@ def use_native_batch_norms(joint: Joint) -> Joint:
     compute the same from the same statistics.
     """
     graph = joint.module.graph
+    if not any(node.target in (*_VENDORS, *_VENDORS_BACKWARD) for node in graph.nodes):
+        return joint
     for node in reversed(graph.nodes):
         if node.target in _VENDORS_BACKWARD:
             _replace_backward(node)

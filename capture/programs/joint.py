@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, functionalize
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.autograd_functions import SPACE
@@ -80,7 +86,7 @@ def joint(
     differentiable: list[int] = []
     counts: list[int] = []
 
-    def passes(weights: list[Tensor], given: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+    def passes(weights: list[Tensor], given: list[Tensor]) -> list[Tensor]:
         leaves = {
             name: weight.detach().requires_grad_(name in learned)
             for name, weight in zip(names, weights, strict=True)
@@ -97,6 +103,7 @@ def joint(
             *(x for x in input_leaves if x.requires_grad),
             *(leaves[name] for name in learned),
         ]
+        tangents = _tangents(ends)
         gradients: Sequence[Tensor | None] = [None] * len(wanted)
         if tangents and wanted:
             gradients = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
@@ -106,10 +113,8 @@ def joint(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = pytree.tree_map(mode.from_tensor, [[t.detach() for t in state.values()], list(inputs)])
     try:
-        with mode, torch.enable_grad():
-            outputs = passes(fake[0], fake[1], [])
-            tangents = [torch.empty_like(outputs[k]) for k in differentiable]
-            traced = make_fx(passes)(fake[0], fake[1], tangents)
+        with mode, torch.enable_grad(), _use_lazy_graph_module(True):
+            traced = make_fx(passes)(fake[0], fake[1])
         _drop_renaming(traced)
         traced = _make_functional(traced)
     except Exception as error:  # whatever operators raise that cannot be traced
@@ -119,6 +124,24 @@ def joint(
     divided = _named(traced, names, learned, wants, differentiable, counts)
     _check_writes(divided)
     return divided
+
+
+def _tangents(ends: Sequence[Tensor]) -> list[Tensor]:
+    """Returns gradients of the `ends` of a forward pass that is being traced, as placeholders."""
+    if not ends:
+        return []
+    mode = get_proxy_mode()
+    assert mode is not None
+    graph = mode.tracer.graph
+    with disable_proxy_modes_tracing():
+        tangents = [torch.empty_like(end) for end in ends]
+    last = graph.find_nodes(op="placeholder", sort=True)[-1]
+    for index, tangent in enumerate(tangents, start=1):
+        proxy = mode.tracer.create_proxy("placeholder", f"tangents_{index}", (), {})
+        track_tensor_tree(tangent, proxy, constant=None, tracer=mode.tracer)
+        last.append(proxy.node)
+        last = proxy.node
+    return tangents
 
 
 def _check_writes(joint: Joint) -> None:
@@ -163,7 +186,7 @@ def _make_functional(traced: fx.GraphModule) -> fx.GraphModule:
     def run(*values: Tensor) -> Any:
         return _Noting(traced).run(*values)
 
-    with fake_mode_of(inputs), torch.no_grad():
+    with fake_mode_of(inputs), torch.no_grad(), _use_lazy_graph_module(True):
         functional = make_fx(functionalize(run))(*inputs)
     _note_last_writes(functional, traced)
     functional.graph.eliminate_dead_code(changes_something)
@@ -178,9 +201,9 @@ class _Noting(fx.Interpreter):
         mode = get_proxy_mode()
         assert mode is not None
         graph = mode.tracer.graph
-        before = len(graph.nodes)
+        last = next(reversed(graph.nodes))
         result = super().run_node(n)
-        for node in list(graph.nodes)[before:]:
+        for node in takewhile(lambda each: each is not last, reversed(graph.nodes)):
             _add_meta(node, n.meta)
         return result
 

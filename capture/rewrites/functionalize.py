@@ -80,7 +80,8 @@ def _copy_state(state: fx.Node) -> None:
     if not isinstance(attribute(state), Tensor) or isinstance(attribute(state), nn.Parameter):
         return
     memory = aliases(state)
-    writes = [node for node in state.graph.nodes if not memory.isdisjoint(targets(node))]
+    users = dict.fromkeys(user for value in memory for user in value.users)
+    writes = [user for user in users if not memory.isdisjoint(targets(user))]
     silent = all(not memory & set(declared(node)) and body(node) is None for node in writes)
     if silent or (set(state.users) == set(writes) and len(writes) == 1 and not _read(writes[0])):
         return

@@ -22,6 +22,7 @@ from pipedream.profiler.assembly import (
     profile_of,
     timed_graph,
 )
+from pipedream.profiler.collecting import without_collecting
 from pipedream.profiler.estimate.device_file import DeviceFile
 from pipedream.profiler.estimate.footprints import memory_of
 from pipedream.profiler.estimate.node_times import (
@@ -48,6 +49,13 @@ def estimate(
     """Estimates what `measure` measures; `loaded` is a model without memory. `progress` is told
     what begins. Raises UserError if the model cannot be captured, or its passes not be traced.
     """
+    with without_collecting():
+        return _estimate(loaded, settings, device, progress)
+
+
+def _estimate(
+    loaded: Loaded, settings: Settings, device: DeviceFile, progress: Callable[[str], None]
+) -> Measured:
     precision, inputs = Precision(loaded.autocast, CPU), flatten_inputs(loaded.args, loaded.kwargs)
     progress("capturing")
     # Whoever trains the model captures it again, and sees then whether each call is as the last.

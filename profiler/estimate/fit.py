@@ -30,6 +30,8 @@ _WAITING = 5.0
 """A device whose passes take more than so many times their roofline waits for its host."""
 _QUICKEST = 0.05
 """The quantile of operators' seconds that none is taken to be below."""
+_LEAST = 20e-6
+"""Seconds of a node that counts in the median of nodes that all count the same."""
 
 
 class MeasuredOperator(NamedTuple):
@@ -97,18 +99,26 @@ def fit(blank: DeviceFile, models: Sequence[MeasuredModel]) -> DeviceFile:
     )
 
 
-def compare(device: DeviceFile, models: Sequence[MeasuredModel]) -> dict[str, tuple[float, float]]:
-    """Returns by model the relative error of its passes, and the median of its nodes' errors, each
-    node as it weighs in the passes.
+class Errors(NamedTuple):
+    """Relative errors of a model: of its `passes`; the median of its nodes', each `node` as it
+    weighs in the passes, and `each_node` of _LEAST seconds or more counted the same.
     """
+
+    passes: float
+    node: float
+    each_node: float
+
+
+def compare(device: DeviceFile, models: Sequence[MeasuredModel]) -> dict[str, Errors]:
+    """Returns the errors by model."""
     roofline = Roofline(device)
     return {model.name: _errors(roofline, model) for model in models}
 
 
-def with_error(device: DeviceFile, errors: Mapping[str, tuple[float, float]]) -> DeviceFile:
+def with_error(device: DeviceFile, errors: Mapping[str, Errors]) -> DeviceFile:
     """Returns the file with the errors that `compare` found."""
-    passes = [abs(error) for error, _ in errors.values()]
-    nodes = [error for _, error in errors.values()]
+    passes = [abs(each.passes) for each in errors.values()]
+    nodes = [each.node for each in errors.values()]
     error = MeasuredError(
         node=_rounded(statistics.median(nodes)),
         model=_rounded(statistics.median(passes)),
@@ -118,7 +128,7 @@ def with_error(device: DeviceFile, errors: Mapping[str, tuple[float, float]]) ->
     return device.model_copy(update={"error": error})
 
 
-def _errors(roofline: Roofline, model: MeasuredModel) -> tuple[float, float]:
+def _errors(roofline: Roofline, model: MeasuredModel) -> Errors:
     estimated: dict[str, float] = defaultdict(float)
     measured: dict[str, float] = defaultdict(float)
     own = call_seconds(model.operators.graph, model.backward, roofline)
@@ -132,7 +142,8 @@ def _errors(roofline: Roofline, model: MeasuredModel) -> tuple[float, float]:
         for node, seconds in measured.items()
         if seconds > 0
     )
-    return whole, _weighted_median(errors)
+    alike = [error for error, seconds in errors if seconds >= _LEAST]
+    return Errors(whole, _weighted_median(errors), statistics.median(alike) if alike else 0.0)
 
 
 def _weighted_median(pairs: Sequence[tuple[float, float]]) -> float:

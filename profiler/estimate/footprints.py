@@ -126,7 +126,7 @@ def _workspaces(attributed: Attributed, values: _Values) -> dict[str, int]:
 
 def _peak(calls: Sequence[OperatorCall], values: _Values, outside: set[str]) -> int:
     made = {value for call in calls for value in _made(call)}
-    given = set().union(*map(values.read_by, calls)) & values.backward - made
+    given = (set().union(*map(values.read_by, calls)) & values.backward) - made
     last = {value: k for k, call in enumerate(calls) for value in values.read_by(call)}
     ending: dict[int, list[str]] = {}
     for value, k in last.items():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import yaml
@@ -119,10 +120,13 @@ def _models(folder: Path) -> list:
     return [MeasuredModel.read(each.parent) for each in sorted(folder.glob("*/profile.json"))]
 
 
-def _print_errors(title: str, errors: dict[str, tuple[float, float]]) -> None:
-    print(f"{title}: model | passes | median node")
-    for name, (whole, node) in errors.items():
-        print(f"{name} | {100 * whole:+.1f} % | {100 * node:.1f} %")
+def _print_errors(title: str, errors: dict[str, Any]) -> None:
+    print(f"{title}: model | passes | median node, weighted | unweighted, of 20 us or more")
+    for name, each in errors.items():
+        print(
+            f"{name} | {100 * each.passes:+.1f} % | {100 * each.node:.1f} %"
+            f" | {100 * each.each_node:.1f} %"
+        )
 
 
 if __name__ == "__main__":

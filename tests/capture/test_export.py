@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipedream.capture.captured import Captured, flatten_inputs, rebuild
 from pipedream.capture.export import capture
@@ -305,6 +306,50 @@ def test_one_example_gives_the_graph_of_several(order: tuple[int, int]) -> None:
         assert_transparent(copy.deepcopy(model), torch.randn(size, 5)) for size in order
     )
     assert first.graph.fingerprint == second.graph.fingerprint
+
+
+@pytest.mark.parametrize(("hidden", "exports"), [(False, 1), (True, 2)])
+def test_one_example_is_exported_again_only_for_a_hidden_operator(
+    monkeypatch: pytest.MonkeyPatch, hidden: bool, exports: int
+) -> None:
+    """Whether several examples have one more is seen in a run without values, which leaves the
+    model and torch's random numbers as they are.
+    """
+    calls = list[object]()
+    export = torch.export.export
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return export(*args, **options)
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        layers["norm"].num_batches_tracked.add_(1)
+        rows = layers["norm"](layers["drop"](x))
+        return (rows[:, 1:] if hidden else rows).contiguous()
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    model = Model(forward, norm=nn.BatchNorm1d(5).eval(), drop=nn.Dropout())
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    captured = capture(model, (torch.randn(1, 5, generator=torch.Generator().manual_seed(1)),))
+    assert len(calls) == exports
+    operators = [str(node.target) for node in captured.module.graph.nodes]
+    assert sum("contiguous" in each for each in operators) == hidden
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
+
+
+def test_a_model_that_cannot_run_without_values_is_exported_for_several_examples() -> None:
+    """Here one that refuses the fake tensors of such a run, but none of torch.export."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and isinstance(x, FakeTensor):
+            raise ValueError("no values")
+        return layers["a"](x)[:, 1:].contiguous()
+
+    model = Model(forward, a=nn.Linear(5, 5))
+    one, several = (capture(model, (torch.randn(size, 5),)) for size in (1, 3))
+    assert one.graph.fingerprint == several.graph.fingerprint
 
 
 def test_what_depends_on_nothing_is_made_where_it_is_read_and_is_no_node() -> None:
