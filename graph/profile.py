@@ -1,6 +1,7 @@
 """profile.json: the measured time and memory of each node. Format `pipedream-profile/1`.
 
-A folder may hold profiles of one model at several batch sizes, in `batch-1`, `batch-2` and so on.
+A folder may hold profiles of one model at several batch sizes, in `batch-1`, `batch-2` and so on,
+and such folders for several sequence lengths, in `sequence-2048` and so on.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ UNKNOWN_ERROR = 0.3
 """Taken of an estimate where nobody has compared such estimates with measurements."""
 
 _NAME = re.compile(r"batch-([1-9][0-9]*)")
+_SEQUENCE = re.compile(r"sequence-([1-9][0-9]*)")
 
 
 class Quartiles(ArtifactModel):
@@ -295,6 +297,8 @@ class Profile(ArtifactModel):
     args: dict[str, Any]
     """The arguments of its factory."""
     batch_size: int = Field(ge=1)
+    sequence: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of an example, as --sequence set them; None if it did not."""
     compile: str | None = None
     """torch.compile's backend that stages were measured with, after `groups:` if by groups; None if
     they are not compiled.
@@ -358,7 +362,11 @@ class Profile(ArtifactModel):
 
     @property
     def tokens(self) -> int | None:
-        """Returns the tokens of an example, if the model reads whole numbers [examples, tokens]."""
+        """Returns the tokens of an example: those of --sequence, or where the model reads whole
+        numbers [examples, tokens].
+        """
+        if self.sequence is not None:
+            return self.sequence
         read = next(
             (node.outputs[0] for node in self.nodes if node.is_input and node.outputs), None
         )
@@ -581,6 +589,17 @@ def folder_of(folder: Path, batch_size: int) -> Path:
 def sizes_in(folder: Path) -> list[int]:
     """Returns the batch sizes that have a profile, in ascending order."""
     matches = (_NAME.fullmatch(path.parent.name) for path in folder.glob("batch-*/graph.txt"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def sequence_folder(folder: Path, length: int) -> Path:
+    """Returns the folder of the profiles at a sequence length, where there are several."""
+    return folder / f"sequence-{length}"
+
+
+def sequences_in(folder: Path) -> list[int]:
+    """Returns the sequence lengths that have a folder, in ascending order."""
+    matches = (_SEQUENCE.fullmatch(path.name) for path in folder.glob("sequence-*/"))
     return sorted(int(match[1]) for match in matches if match)
 
 
