@@ -260,6 +260,10 @@ class Estimated(ArtifactModel):
     """The same of the model that it was worst for."""
     peak: _Positive
     """Flops per second that the device cannot exceed, in the type of most of the products."""
+    host_bandwidth: _Positive | None = None
+    """Bytes per second that copies between the device and its host are taken to get, each way."""
+    fp8: bool = False
+    """Whether products are taken to be computed in fp8: a what-if."""
 
     @property
     def deviation(self) -> float:
@@ -271,6 +275,11 @@ class Estimated(ArtifactModel):
     @property
     def words(self) -> str:
         """Names the device, and says how far such estimates have been from measurements."""
+        if self.fp8:
+            return (
+                f"{self.device}, if products were computed in fp8, without what casts take, and all"
+                " else in bfloat16; how far off that is was not measured"
+            )
         if self.error is None or self.worst is None:
             return f"{self.device}; how far off that is was not measured"
         return (

@@ -49,8 +49,9 @@ GROUPS = {
         ),
         option(
             "--dtype TYPE",
-            "Of parameters and inputs.  [default: the run config's, else float32]",
-            click.Choice(["float32", "float64", "bfloat16"]),
+            "Of parameters and inputs. fp8, with --for: bfloat16, and what if products were"
+            " computed in fp8.  [default: the run config's, else float32]",
+            click.Choice(["float32", "float64", "bfloat16", "fp8"]),
         ),
     ),
     "Measuring": (

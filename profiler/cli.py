@@ -115,6 +115,8 @@ def _measurement(
 
     if options["asked_device"] is not None:
         return _estimation(options, args, sequence)
+    if options["dtype"] == "fp8":
+        raise UserError("--dtype fp8 is a what-if for a device that is not at hand: add --for h100")
     shards = None if options["shards"] is None else parse_shards(options["shards"])
     model, meta, device = options["model"], options["meta"], _device(options["device"])
     rule = StoppingRule(options["warmup"], options["repeats"], options["seconds"])
@@ -148,13 +150,20 @@ def _estimation(
     from pipedream.profiler.assembly import Settings
     from pipedream.profiler.estimate.device_file import read_device
     from pipedream.profiler.estimate.estimate import estimate
+    from pipedream.profiler.estimate.work import FP8
     from pipedream.profiler.timing.stopping_rule import StoppingRule
 
     for name in ("device", "threads", "workers", "compile", "warmup", "repeats"):
         source = click.get_current_context().get_parameter_source(name)
         if source is not click.core.ParameterSource.DEFAULT:
             raise UserError(f"--{name} is for measuring: it does not go with --for")
-    device = read_device(options["asked_device"])
+    device, dtype = read_device(options["asked_device"]), options["dtype"]
+    fp8 = dtype == "fp8"
+    if fp8 and FP8 not in device.peak:
+        raise UserError(
+            f"--dtype fp8: {device.name} has no peak for {FP8} in its device file: name another"
+            " device with --for, or give --dtype bfloat16"
+        )
     shards = None if options["shards"] is None else parse_shards(options["shards"])
 
     def estimate_at(batch_size: int | None) -> Measured:
@@ -162,14 +171,14 @@ def _estimation(
             step("loading", 0.0, 0.0)
             loaded, used, size = load_model(
                 *(options["model"], dict(args), batch_size, options["inputs"], True),
-                *(options["dtype"], sequence),
+                *("bfloat16" if fp8 else dtype, sequence),
             )
             settings = Settings(
                 *(options["model"], used, size, torch.device("cpu"), StoppingRule(), 1, True),
                 shards=shards,
                 sequence=sequence,
             )
-            return estimate(loaded, settings, device, lambda what: step(what, 0.0, 0.0))
+            return estimate(loaded, settings, device, lambda what: step(what, 0.0, 0.0), fp8)
 
     return estimate_at
 

@@ -202,7 +202,8 @@ GROUPS = {
         option(
             "--host-bandwidth BYTES",
             "Bytes per second between a device and its host, each way: stages that --memory would"
-            " not hold may then keep activations there.  [default: they stay on the device]",
+            " not hold may then keep activations there; 0: none may.  [default: that of the device"
+            " file with an estimated profile, else 0]",
         ),
         option(
             "--zero",

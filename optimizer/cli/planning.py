@@ -14,16 +14,12 @@ from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.profile import folder_of, sizes_in
 from pipedream.optimizer.calibrate.verdict import Verdict
 from pipedream.optimizer.choose.tied import plan_shared
+from pipedream.optimizer.cli.asked.operators import parse_mesh, with_fitting_mesh
+from pipedream.optimizer.cli.asked.updates import with_global_batch
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.like import recorded_options
 from pipedream.optimizer.cli.options import Options
-from pipedream.optimizer.cli.task import (
-    Task,
-    make_task,
-    parse_mesh,
-    with_fitting_mesh,
-    with_global_batch,
-)
+from pipedream.optimizer.cli.task import Task, make_task
 from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
