@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import inf
@@ -11,16 +11,20 @@ from pathlib import Path
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.placement import Mesh
-from pipedream.graph.profile import folder_of, sizes_in
 from pipedream.optimizer.calibrate.verdict import Verdict
 from pipedream.optimizer.choose.tied import plan_shared
+from pipedream.optimizer.cli.answer.by_size import (
+    options_by_size,
+    tasks_by_size,
+    with_sequence,
+)
 from pipedream.optimizer.cli.asked.operators import parse_mesh, with_fitting_mesh
 from pipedream.optimizer.cli.asked.updates import with_global_batch
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.like import recorded_options
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cli.task import Task, make_task
-from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
+from pipedream.optimizer.compare.batch_sizes import Choice, Choices
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.sharding.least_work import least_seconds
@@ -83,9 +87,7 @@ class Planning:
 
 def plan(options: Options) -> Planning:
     """Plans what the options ask for. Raises UserError for wrong ones, and if there is no plan."""
-    if isinstance(options.graph, Path) and (options.graph / "graph.txt").exists():
-        options = replace(options, graph=options.graph / "graph.txt")
-    options = with_global_batch(options)
+    options = with_global_batch(with_sequence(options))
     if isinstance(options.graph, Path) and options.graph.is_dir():
         return _plan_by_size(options, options.graph)
     fitting = with_fitting_mesh(options)
@@ -248,7 +250,7 @@ def _plan_workers(task: Task, options: Options) -> Planning:
 def _plan_by_size(options: Options, folder: Path) -> Planning:
     """Plans for each batch size in the folder; returns the best one's plan. Raises UserError."""
     by_size = options_by_size(options)
-    tasks = _tasks(by_size, folder)
+    tasks = tasks_by_size(by_size, folder)
     planned: dict[int, Planning] = {}
 
     def choice(size: int) -> Choice:
@@ -264,63 +266,3 @@ def _plan_by_size(options: Options, folder: Path) -> Planning:
     if not choices.planned:
         raise UserError(f"no batch size has a plan; {choices.problems[0]}")
     return replace(planned[choices.best.batch_size], choices=choices)
-
-
-def options_by_size(options: Options) -> dict[int, Options | None]:
-    """The options for each batch size in the folder GRAPH, smallest first; None for sizes that do
-    not divide --global-batch.
-
-    Raises UserError if options contradict each other, or there is no size to plan for.
-    """
-    folder, whole = options.graph_path, options.global_batch
-    _check_by_size(options)
-    by_size: dict[int, Options | None] = {}
-    for size in sizes_in(folder):
-        count = options.microbatches if whole is None else whole // size
-        graph = folder_of(folder, size) / "graph.txt"
-        changed = replace(options, graph=graph, profile=None, microbatches=count)
-        by_size[size] = changed if whole is None or whole % size == 0 else None
-    if not by_size:
-        raise UserError(
-            f"{folder}: no profiles of batch sizes here, as pd-profile --batch-sizes makes them:"
-            " name such a folder, or a graph.txt"
-        )
-    if not any(by_size.values()):
-        sizes = ", ".join(map(str, by_size))
-        raise UserError(f"--global-batch {whole}: is not a multiple of any batch size ({sizes})")
-    return by_size
-
-
-def _check_by_size(options: Options) -> None:
-    folder = options.graph_path
-    if options.calibrate:
-        raise UserError(
-            f"--calibrate: a run has one batch size: name the graph.txt of that one in {folder}"
-        )
-    if options.again:
-        raise UserError(f"--again: name the graph.txt of one batch size in {folder}")
-    if "profile" in options.typed:
-        raise UserError(f"--profile: in {folder} each batch size has its own: leave it out")
-    if options.output is not None and options.output.resolve() == folder.resolve():
-        raise UserError(f"-o {folder}: this is the profile folder: choose another")
-    if options.global_batch is not None and "microbatches" in options.typed:
-        raise UserError(
-            "--global-batch and --microbatches both set the examples per update: give one of them"
-        )
-
-
-def _tasks(by_size: Mapping[int, Options | None], folder: Path) -> dict[int, tuple[Options, Task]]:
-    """Makes the task of each batch size. Raises UserError if they are not of one model."""
-    tasks = {}
-    for size, options in by_size.items():
-        if options is None:
-            continue
-        task = make_task(options)
-        if task.batch_size not in (None, size):
-            raise UserError(
-                f"{options.profile_path}: batch_size is {task.batch_size}, but the folder's name"
-                f" says {size}: profile this size again"
-            )
-        tasks[size] = options, replace(task, batch_size=size)
-    check_alike({size: task.profiled for size, (_, task) in tasks.items()}, folder)
-    return tasks
