@@ -1,4 +1,4 @@
-"""Planning as a function of options: what pd-optimize and `pipedream.optimize` both call."""
+"""Planning of a task, with workers of one device and on meshes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.placement import Mesh
-from pipedream.optimizer.calibrate.verdict import Verdict
 from pipedream.optimizer.choose.tied import plan_shared
-from pipedream.optimizer.cli.answer.by_size import (
-    options_by_size,
-    tasks_by_size,
-    with_sequence,
-)
-from pipedream.optimizer.cli.asked.operators import parse_mesh, with_fitting_mesh
-from pipedream.optimizer.cli.asked.updates import with_global_batch
+from pipedream.optimizer.cli.asked.operators import parse_mesh
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.like import recorded_options
 from pipedream.optimizer.cli.options import Options
-from pipedream.optimizer.cli.task import Task, make_task
-from pipedream.optimizer.compare.batch_sizes import Choice, Choices
+from pipedream.optimizer.cli.task import Task
+from pipedream.optimizer.compare.batch_sizes import Choices
+from pipedream.optimizer.compare.considered import Considered
+from pipedream.optimizer.compare.scaled import Scaled
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.sharding.least_work import least_seconds
@@ -43,7 +37,8 @@ _WORTH_A_MESH = 0.99
 class Planning:
     """The best plan for some options, and the task that it solves, under the schedule that was
     chosen; `simulation`: None if that takes too long; `choices`: by batch size, if there were
-    several; `others`: the best for other kinds of workers, if several were tried.
+    several; `others`: the best for other kinds of workers, if several were tried; `considered`:
+    what else an update of --global-batch could be; `scaled`: other numbers of machines.
     """
 
     options: Options
@@ -52,6 +47,8 @@ class Planning:
     simulation: Simulation | None
     choices: Choices | None = None
     others: tuple[Planning, ...] = ()
+    considered: tuple[Considered, ...] = ()
+    scaled: tuple[Scaled, ...] = ()
 
     @property
     def other_workers(self) -> tuple[Planning, ...]:
@@ -85,31 +82,6 @@ class Planning:
         return plan_task(on_mesh, options).outcome
 
 
-def plan(options: Options) -> Planning:
-    """Plans what the options ask for. Raises UserError for wrong ones, and if there is no plan."""
-    options = with_global_batch(with_sequence(options))
-    if isinstance(options.graph, Path) and options.graph.is_dir():
-        return _plan_by_size(options, options.graph)
-    fitting = with_fitting_mesh(options)
-    planning = _beside_run(plan_task(make_task(fitting), fitting))
-    if fitting is options:
-        return planning
-    note = f"Teams of --mesh {options.mesh} do not divide the devices: other workers were planned."
-    noted = replace(planning.outcome, notes=(note, *planning.outcome.notes))
-    return replace(planning, outcome=noted)
-
-
-def _beside_run(planning: Planning) -> Planning:
-    """With the gain on the plan of the newest run that the times were corrected by, if any."""
-    known, plan = planning.task.calibration, planning.outcome.plan
-    if not known.runs:
-        return planning
-    now = known.priced(known.runs[-1].measured.plan, planning.task.of_devices)
-    verdict = Verdict(known.runs[-1], now, plan)
-    gain = 0.0 if verdict.stays else verdict.gain
-    return replace(planning, outcome=planning.outcome.predicting(gain=gain))
-
-
 @contextmanager
 def quick_collector() -> Iterator[None]:
     """Collects garbage less often inside: planning makes millions of long-lived objects and hardly
@@ -140,18 +112,18 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     UserError if there is none.
     """
     best = None if isinstance(plain, UserError) else plain
-    alone = inf if best is None else _seconds(best)
+    alone = inf if best is None else seconds_of(best)
     tried: dict[Mesh, float] = {}
     found: list[Planning] = []
     for mesh in meshes(task.request.cluster) if are_alike(task.request.cluster) else ():
         with suppress(UserError):  # nothing to divide, or too little memory
             on_mesh = task.on_mesh(mesh, (), options.intra_op)
-            if _at_least(on_mesh.request) >= (inf if best is None else _seconds(best)):
+            if _at_least(on_mesh.request) >= (inf if best is None else seconds_of(best)):
                 continue
             planning = _plan_workers(on_mesh, options)
-            tried[mesh] = _seconds(planning)
+            tried[mesh] = seconds_of(planning)
             found.append(planning)
-            if best is None or tried[mesh] < _seconds(best) * _WORTH_A_MESH:
+            if best is None or tried[mesh] < seconds_of(best) * _WORTH_A_MESH:
                 best = planning
     if best is None:
         assert isinstance(plain, UserError)
@@ -159,13 +131,13 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     if not tried:
         return best
     mixed = _mixed(best, plain, found, task, options)
-    if mixed is not None and _seconds(mixed) < alone * _WORTH_A_MESH:
+    if mixed is not None and seconds_of(mixed) < alone * _WORTH_A_MESH:
         best = mixed
     elif best.task.sharding is not None and not isinstance(plain, UserError):
         best = plain  # faster only as long as what crosses between stages is not looked at
-    seconds = _seconds(best) if best is mixed else None
+    seconds = seconds_of(best) if best is mixed else None
     assert task.operators is not None
-    bound = min(_seconds(best), least_seconds(task.request, task.operators))
+    bound = min(seconds_of(best), least_seconds(task.request, task.operators))
     outcome = best.outcome.predicting(
         lower_bound_seconds=min(bound, best.outcome.plan.predicted.lower_bound_seconds)
     )
@@ -223,7 +195,8 @@ def _at_least(request: Request) -> float:
     return float(request.planning.compute_seconds.sum()) / speeds
 
 
-def _seconds(planning: Planning) -> float:
+def seconds_of(planning: Planning) -> float:
+    """Seconds per minibatch of the plan, simulated if that was possible."""
     predicted = planning.outcome.plan.predicted
     simulated = predicted.simulated
     return predicted.seconds_shared_out if simulated is None else simulated.seconds_per_minibatch
@@ -237,32 +210,17 @@ def _plan_workers(task: Task, options: Options) -> Planning:
         raise UserError(
             f"{named(options)}: not enough memory here to plan for so many devices; give fewer"
         ) from error
+    planned = replace(task, request=request)
+    return planning_of(planned, options, replace(outcome, notes=(*notes, *outcome.notes)))
+
+
+def planning_of(task: Task, options: Options, outcome: Outcome) -> Planning:
+    """The outcome for the request of the task, simulated and with what plan.json records."""
+    request = task.request
     most_moves = MOST_MOVES if options.timeline or options.compare else QUICK_MOVES
     simulation = request.simulate(outcome.plan, most_moves)
     best = outcome.plan if simulation is None else simulation.noted_in(outcome.plan)
     recorded = recorded_options(options, request.footprints is not None)
     best = best.model_copy(update={"asked": recorded, **task.measured_for})
-    solved = replace(task, request=request)
-    outcome = replace(outcome, plan=best, notes=(*notes, *outcome.notes))
-    return Planning(options, solved, solved.expanded(outcome), simulation)
-
-
-def _plan_by_size(options: Options, folder: Path) -> Planning:
-    """Plans for each batch size in the folder; returns the best one's plan. Raises UserError."""
-    by_size = options_by_size(options)
-    tasks = tasks_by_size(by_size, folder)
-    planned: dict[int, Planning] = {}
-
-    def choice(size: int) -> Choice:
-        if size not in tasks:
-            return Choice(None, None, size, f"does not divide {options.global_batch}")
-        try:
-            planned[size] = plan_task(tasks[size][1], tasks[size][0])
-        except UserError as error:
-            return Choice(None, error.format_message(), size)
-        return Choice(planned[size].outcome.plan, None, size)
-
-    choices = Choices(tuple(map(choice, by_size)), options.global_batch)
-    if not choices.planned:
-        raise UserError(f"no batch size has a plan; {choices.problems[0]}")
-    return replace(planned[choices.best.batch_size], choices=choices)
+    outcome = replace(outcome, plan=best)
+    return Planning(options, task, task.expanded(outcome), simulation)

@@ -59,11 +59,14 @@ def in_rounds(options: Options) -> bool:
 
 def with_global_batch(options: Options) -> Options:
     """Returns the options with as many microbatches as --global-batch has of the profile's batch
-    size. Raises UserError if nothing uses it, or it cannot be divided so.
+    size, and with a flush where the user leaves the schedule open: then a step is one of plain
+    training with so many examples. Raises UserError if nothing uses it, or it cannot be divided so.
     """
     whole = options.global_batch
     if whole is None:
         return options
+    if options.schedule is None and not options.weight_prediction:
+        options = replace(options, schedule="flush")
     if options.objective != "latency" and not in_rounds(replace(options, microbatches=None)):
         raise UserError(
             f"--global-batch: {options.schedule or 'weight-stashing'} updates after every"
@@ -85,7 +88,8 @@ def with_global_batch(options: Options) -> Options:
     if rest:
         raise UserError(
             f"--global-batch {whole}: is not a multiple of {profile.batch_size}, the batch size of"
-            f" {options.profile_path}"
+            f" {options.profile_path}: give {_multiples(count, profile.batch_size)}, or profile"
+            " another --batch-size"
         )
     return replace(options, microbatches=count)
 
@@ -106,3 +110,8 @@ def latency_of(options: Options) -> Latency | None:
             f" --schedule {options.schedule}"
         )
     return Latency(options.microbatches, options.epsilon or 0.0, options.layers)
+
+
+def _multiples(count: int, size: int) -> str:
+    """The multiples of the batch size on both sides."""
+    return f"{count * size} or {(count + 1) * size}" if count else str(size)
