@@ -151,7 +151,11 @@ WRONG = {
         ("--schedule", "flush", "--global-batch", "5"),
         "is not a multiple of 2, the batch size of",
     ),
-    "an update of one": ("curve", ("--global-batch", "4"), "weight-stashing updates after every"),
+    "an update of one": (
+        "curve",
+        ("--global-batch", "4", "--schedule", "weight-stashing"),
+        "weight-stashing updates after every",
+    ),
     "another schedule": (
         "curve",
         ("--global-batch", "4", "--schedule", "vertical-sync"),
