@@ -1,4 +1,4 @@
-"""Rough choices, in a second or two each: the best of the candidates, none of them improved."""
+"""Rough choices, in seconds: the best of a few candidates, none of them improved."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ ORDERS = ("interleaved", "zb-h1", "zb-h2", "zb-v")
 """Orders that may be faster than 1F1B; the others hold less memory and take longer."""
 
 _FIRST = 3
-"""Of many devices: data parallelism, and the search under the planner's own cost model."""
+"""Candidates: data parallelism, and what the search under the planner's own cost model finds."""
 
 
 def rough_choice(request: Request) -> Trial | None:
-    """The fastest candidate in the order 1F1B that fits, None if none does. Raises UserError for a
-    request that no plan can meet.
+    """The fastest of the first candidates, in order 1F1B, that fits; None if none does. Raises
+    UserError for a request that no plan can meet.
     """
     check(request)
-    named = candidates(request)
-    starts = islice(named, _FIRST) if request.has_many_devices else named
+    starts = islice(candidates(request), _FIRST)
     trials = PlacedTrials(request)
     tried = (trials.tried(division) for division in dict.fromkeys(each for _, each in starts))
     fitting = (trial for trial in tried if trial is not None and trial.fits)

@@ -18,7 +18,8 @@ from pipedream.optimizer.report.tables import show_mesh, show_replicas, table_of
 @dataclass(frozen=True)
 class Considered:
     """A choice; `seconds` of an update, simulated; `rough`: whether it was planned roughly, with
-    workers of one device. Without a plan `problem` says why.
+    workers of one device; `rank_bytes`: what a rank of several stages holds. Without a plan
+    `problem` says why.
     """
 
     batch_size: int
@@ -27,6 +28,13 @@ class Considered:
     rough: bool = True
     chosen: bool = False
     problem: str = ""
+    rank_bytes: float | None = None
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the fullest device."""
+        assert self.plan is not None
+        return self.rank_bytes or max(stage.memory_bytes for stage in self.plan.stages)
 
     @property
     def order(self) -> str:
@@ -59,7 +67,7 @@ def _cells(row: Considered, examples: int) -> dict[str, str]:
         "mesh": _meshes(row.plan),
         "saved by": saved_by(row.plan) or "-",
         "per\nupdate": show_seconds(row.seconds or 0.0),
-        "memory": show_bytes(max(stage.memory_bytes for stage in row.plan.stages)),
+        "memory": show_bytes(row.memory),
         "remark": "chosen" if row.chosen else "rough" if row.rough else "",
     }
 

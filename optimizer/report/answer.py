@@ -4,19 +4,26 @@ degrees of parallelism, memory of a device.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.profile import Profile
 from pipedream.graph.units import show_amount, show_bytes, show_seconds
 from pipedream.optimizer.report.tables import show_mesh, show_replicas
 
 _TRILLION = 1e12
 _DAY = 86_400
+_LASTING = ("parameters", "weight_versions", "optimizer_state", "gradients")
+"""What a stage holds whatever is in flight."""
 
 
-def answer_rows(plan: Plan, profile: Profile, seconds: float) -> Iterator[tuple[str, str, str]]:
-    """Yields rows of name, figure and remark; `seconds` of a minibatch of the profile, in a run."""
+def answer_rows(
+    plan: Plan, profile: Profile, seconds: float, rank_bytes: float | None = None
+) -> Iterator[tuple[str, str, str]]:
+    """Yields rows of name, figure and remark; `seconds` of a minibatch of the profile, in a run;
+    `rank_bytes`: what a rank holds at once, if it has several stages.
+    """
     if seconds <= 0:
         return
     count = plan.predicted.microbatches or 1
@@ -29,7 +36,7 @@ def answer_rows(plan: Plan, profile: Profile, seconds: float) -> Iterator[tuple[
     remarks = [_share_of_peak(plan, profile, seconds), days and f"a trillion tokens in {days}"]
     yield "speed", show_speed(profile, seconds), "; ".join(filter(None, remarks))
     yield "layout", _degrees(plan), "devices: " + _factors(plan)
-    yield from _memory(plan)
+    yield from _memory(plan, rank_bytes)
 
 
 def show_speed(profile: Profile, seconds: float) -> str:
@@ -79,13 +86,24 @@ def _factors(plan: Plan) -> str:
     return f"{depth}; by stage data {show_replicas(plan.replicas)}; tensor {meshes}"
 
 
-def _memory(plan: Plan) -> Iterator[tuple[str, str, str]]:
+def _memory(plan: Plan, rank_bytes: float | None) -> Iterator[tuple[str, str, str]]:
     """Yields what the fullest device holds, by kind, the largest first."""
-    fullest = max(plan.stages, key=lambda stage: stage.memory_bytes)
-    if fullest.memory is None:
-        return
-    kinds = {name.replace("_", " "): size for name, size in fullest.memory.model_dump().items()}
-    parts = sorted(((size, name) for name, size in kinds.items() if size), reverse=True)
-    words = ", ".join(f"{name} {show_bytes(size)}" for size, name in parts)
-    where = f" (stage {fullest.stage})" if len(plan.stages) > 1 else ""
-    yield "memory of a device", show_bytes(fullest.memory_bytes), f"{words}{where}"
+    places: dict[int, list[Stage]] = {}
+    for stage, place in zip(plan.stages, plan.rank_map, strict=True):
+        places.setdefault(place, []).append(stage)
+    fullest = max(places.values(), key=lambda own: sum(stage.memory_bytes for stage in own))
+    kinds: Counter[str] = Counter()
+    for stage in fullest:
+        if stage.memory is None:
+            return
+        kinds.update(stage.memory.model_dump())
+    whole = float(sum(kinds.values()))
+    if len(fullest) > 1 and rank_bytes is not None:  # its stages are not at their peaks at once
+        lasting = {name: kinds[name] for name in _LASTING}
+        kinds = Counter(lasting | {"activations and others": rank_bytes - sum(lasting.values())})
+        whole = rank_bytes
+    parts = sorted(((size, name) for name, size in kinds.items() if size > 0), reverse=True)
+    words = ", ".join(f"{name.replace('_', ' ')} {show_bytes(size)}" for size, name in parts)
+    stages = ", ".join(str(stage.stage) for stage in fullest)
+    where = f" (stage {stages})" if len(plan.stages) > 1 else ""
+    yield "memory of a device", show_bytes(whole), f"{words}{where}"

@@ -189,7 +189,7 @@ def _times(outcome: Outcome, profile: Profile | None) -> Table:
         table.add_row("per batch", show_seconds(per_batch), remark)
         seconds, formula = per_batch / batch, predicted.latency_seconds / batch
     if profile is not None:
-        for row in answer_rows(outcome.plan, profile, seconds):
+        for row in answer_rows(outcome.plan, profile, seconds, outcome.rank_bytes):
             table.add_row(*row)
     rows = (
         ("data parallelism", predicted.data_parallel_seconds),

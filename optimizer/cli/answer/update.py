@@ -142,7 +142,8 @@ def _in_other_orders(
             if trials:
                 found[order] = min(trials, key=lambda trial: trial.seconds)
     rows = [
-        Considered(size, trial.plan, trial.seconds * examples / size) for trial in found.values()
+        Considered(size, trial.plan, trial.seconds * examples / size, rank_bytes=trial.rank_bytes)
+        for trial in found.values()
     ]
     best = min(found.values(), key=lambda trial: trial.seconds, default=None)
     if best is None or best.seconds >= seconds_of(plain) * _FASTER:
@@ -151,7 +152,8 @@ def _in_other_orders(
     if seconds_of(ordered) >= seconds_of(plain) * _FASTER:
         return None, rows, "Other orders of passes were tried, and none was faster."
     seconds = seconds_of(ordered) * examples / size
-    chosen = Considered(size, ordered.outcome.plan, seconds, False, True)
+    held = ordered.outcome.rank_bytes
+    chosen = Considered(size, ordered.outcome.plan, seconds, False, True, rank_bytes=held)
     return ordered, [chosen, *(row for row in rows if row.order != best.order)], ""
 
 
