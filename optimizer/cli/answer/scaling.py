@@ -9,7 +9,7 @@ from math import inf
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
-from pipedream.optimizer.choose.rough import rough_choice
+from pipedream.optimizer.cli.answer.rough import rough_choice
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cli.planning import Planning
 from pipedream.optimizer.cli.presets import preset

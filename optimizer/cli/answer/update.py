@@ -13,8 +13,8 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import DraftPlan
 from pipedream.optimizer.choose.ordered import best_in_shape
 from pipedream.optimizer.choose.ordered_trials import OrderedTrial
-from pipedream.optimizer.choose.rough import ORDERS, rough_choice, rough_orders
 from pipedream.optimizer.choose.trial import Trial
+from pipedream.optimizer.cli.answer.rough import ORDERS, rough_choice, rough_orders
 from pipedream.optimizer.cli.answer.scaling import scaled_from
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cli.planning import Planning, plan_task, planning_of, seconds_of

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import suppress
 
 from pipedream.graph.errors import UserError
-from pipedream.optimizer.choose.candidates import candidates
+from pipedream.optimizer.choose.candidates import data_parallel
+from pipedream.optimizer.choose.division import Division, in_order
 from pipedream.optimizer.choose.ordered import even, shapes
 from pipedream.optimizer.choose.ordered_trials import OrderedTrial, OrderedTrials
 from pipedream.optimizer.choose.placed_trials import PlacedTrials
 from pipedream.optimizer.choose.trial import Trial
-from pipedream.optimizer.search.planner import check
+from pipedream.optimizer.search.planner import check, rough_plan
 from pipedream.optimizer.search.request import Request
 
 ORDERS = ("interleaved", "zb-h1", "zb-h2", "zb-v")
 """Orders that may be faster than 1F1B; the others hold less memory and take longer."""
 
-_FIRST = 3
-"""Candidates: data parallelism, and what the search under the planner's own cost model finds."""
+_CUTS = 80
+"""Cuts over which the search is made; the work goes with their square."""
 
 
 def rough_choice(request: Request) -> Trial | None:
-    """The fastest of the first candidates, in order 1F1B, that fits; None if none does. Raises
-    UserError for a request that no plan can meet.
+    """The fastest, in order 1F1B, of data parallelism and what a search over few cuts finds, if it
+    fits; None if neither does. Raises UserError for a request that no plan can meet.
     """
     check(request)
-    starts = islice(candidates(request), _FIRST)
     trials = PlacedTrials(request)
-    tried = (trials.tried(division) for division in dict.fromkeys(each for _, each in starts))
+    tried = (trials.tried(division) for division in dict.fromkeys(_starts(request)))
     fitting = (trial for trial in tried if trial is not None and trial.fits)
     return min(fitting, key=lambda trial: trial.seconds, default=None)
+
+
+def _starts(request: Request) -> Iterator[Division]:
+    if not request.rules.straight or request.cluster.devices == 1:
+        yield data_parallel(request)
+    with suppress(UserError):
+        division = Division.of(rough_plan(request, _CUTS).plan, request.planning)
+        yield division
+        yield division._replace(ranks=in_order(division.replicas))
 
 
 def rough_orders(request: Request, stages: int) -> Iterator[OrderedTrial]:
