@@ -95,7 +95,8 @@ def test_an_update_is_one_of_plain_training_and_the_fastest_of_all_batch_sizes(
     assert [size for size, row in rows.items() if row.chosen] == [chosen.batch_size]
     for size, row in rows.items():  # rough ones are no faster than full ones
         assert row.seconds is not None
-        assert row.seconds >= updates[size] * (1 - 1e-9)
+        assert updates[size] * (1 - 1e-9) <= row.seconds <= updates[size] * 1.3
+    assert any(row.rough for row in rows.values())  # not all were planned fully
     assert found.choices is not None
     assert found.choices.best.batch_size == chosen.batch_size
 
