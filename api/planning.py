@@ -16,9 +16,10 @@ from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.tables import make_console
 from pipedream.graph.units import show_seconds
+from pipedream.optimizer.cli.answer.plan import plan
 from pipedream.optimizer.cli.options import ModelInMemory, option_types
 from pipedream.optimizer.cli.output import sections
-from pipedream.optimizer.cli.planning import plan, quick_collector
+from pipedream.optimizer.cli.planning import quick_collector
 from pipedream.optimizer.cli.values import make_options
 from pipedream.profiling import Profiled
 

@@ -15,7 +15,7 @@ from pipedream.command_line import checked
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_seconds
 from pipedream.profiler.assembly import Measured
-from pipedream.profiler.cli import write_files
+from pipedream.profiler.report.files import write_files
 
 if TYPE_CHECKING:
     import pandas as pd

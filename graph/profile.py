@@ -1,6 +1,7 @@
 """profile.json: the measured time and memory of each node. Format `pipedream-profile/1`.
 
-A folder may hold profiles of one model at several batch sizes, in `batch-1`, `batch-2` and so on.
+A folder may hold profiles of one model at several batch sizes, in `batch-1`, `batch-2` and so on,
+and such folders for several sequence lengths, in `sequence-2048` and so on.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ UNKNOWN_ERROR = 0.3
 """Taken of an estimate where nobody has compared such estimates with measurements."""
 
 _NAME = re.compile(r"batch-([1-9][0-9]*)")
+_SEQUENCE = re.compile(r"sequence-([1-9][0-9]*)")
 
 
 class Quartiles(ArtifactModel):
@@ -258,6 +260,10 @@ class Estimated(ArtifactModel):
     """The same of the model that it was worst for."""
     peak: _Positive
     """Flops per second that the device cannot exceed, in the type of most of the products."""
+    host_bandwidth: _Positive | None = None
+    """Bytes per second that copies between the device and its host are taken to get, each way."""
+    fp8: bool = False
+    """Whether products are taken to be computed in fp8: a what-if."""
 
     @property
     def deviation(self) -> float:
@@ -269,6 +275,11 @@ class Estimated(ArtifactModel):
     @property
     def words(self) -> str:
         """Names the device, and says how far such estimates have been from measurements."""
+        if self.fp8:
+            return (
+                f"{self.device}, if products were computed in fp8, without what casts take, and all"
+                " else in bfloat16; how far off that is was not measured"
+            )
         if self.error is None or self.worst is None:
             return f"{self.device}; how far off that is was not measured"
         return (
@@ -295,6 +306,8 @@ class Profile(ArtifactModel):
     args: dict[str, Any]
     """The arguments of its factory."""
     batch_size: int = Field(ge=1)
+    sequence: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of an example, as --sequence set them; None if it did not."""
     compile: str | None = None
     """torch.compile's backend that stages were measured with, after `groups:` if by groups; None if
     they are not compiled.
@@ -358,7 +371,11 @@ class Profile(ArtifactModel):
 
     @property
     def tokens(self) -> int | None:
-        """Returns the tokens of an example, if the model reads whole numbers [examples, tokens]."""
+        """Returns the tokens of an example: those of --sequence, or where the model reads whole
+        numbers [examples, tokens].
+        """
+        if self.sequence is not None:
+            return self.sequence
         read = next(
             (node.outputs[0] for node in self.nodes if node.is_input and node.outputs), None
         )
@@ -581,6 +598,17 @@ def folder_of(folder: Path, batch_size: int) -> Path:
 def sizes_in(folder: Path) -> list[int]:
     """Returns the batch sizes that have a profile, in ascending order."""
     matches = (_NAME.fullmatch(path.parent.name) for path in folder.glob("batch-*/graph.txt"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def sequence_folder(folder: Path, length: int) -> Path:
+    """Returns the folder of the profiles at a sequence length, where there are several."""
+    return folder / f"sequence-{length}"
+
+
+def sequences_in(folder: Path) -> list[int]:
+    """Returns the sequence lengths that have a folder, in ascending order."""
+    matches = (_SEQUENCE.fullmatch(path.name) for path in folder.glob("sequence-*/"))
     return sorted(int(match[1]) for match in matches if match)
 
 

@@ -44,7 +44,8 @@ class Settings:
     that run the model at the same time, including this one. `shards`: the numbers of devices for
     which local operators are timed; None for two, of the operators that take most.
     `backend`: torch.compile's, for models whose stages will be compiled, after BY_GROUPS if by
-    groups; `auto` for inductor, whichever way is fastest.
+    groups; `auto` for inductor, whichever way is fastest. `sequence`: the tokens of an example, if
+    they were asked for.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Settings:
     workers: int = 1
     shards: tuple[int, ...] | None = None
     backend: str | None = None
+    sequence: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def profile_of(measured: Measurements, graph: Graph, settings: Settings) -> Prof
         model=settings.model,
         args=dict(settings.args),
         batch_size=settings.batch_size,
+        sequence=settings.sequence,
         compile=times.backend,
         compile_compared=tuple(times.compared),
         compiled_groups=tuple(times.groups),

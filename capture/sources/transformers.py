@@ -33,10 +33,9 @@ def load_transformers(name: str, args: Mapping[str, Any]) -> nn.Module:
 
     Downloads nothing. The model returns logits and no cache. Raises UserError.
     """
-    _import()
     source = f"transformers:{name}"
+    config = make_config(name, source, args)
     auto = importlib.import_module("transformers.models.auto")
-    config = _config(name, source, auto, args)
     head = _head(name, config, auto)
     with blaming(source):
         model = getattr(auto, head).from_config(config)
@@ -105,7 +104,10 @@ def _import() -> None:
     importlib.import_module("transformers.utils.logging").set_verbosity_error()
 
 
-def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
+def make_config(name: str, source: str, args: Mapping[str, Any]) -> Any:
+    """Returns the configuration of the architecture `name`, changed by `args`. Raises UserError."""
+    _import()
+    auto = importlib.import_module("transformers.models.auto")
     known = importlib.import_module("transformers.models.auto.configuration_auto")
     if name not in known.CONFIG_MAPPING_NAMES:
         family = _architecture_of(name)

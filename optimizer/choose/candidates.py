@@ -37,7 +37,7 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
     if not rules.straight or devices == 1:
         yield DATA_PARALLEL, data_parallel(request)
     if request.has_many_devices and not rules.straight:
-        yield from _even(request)
+        yield from stages_alike(request)
         if not request.hurried:
             yield from _divisions("best by network", replace(request, model=NetworkCost()))
         return
@@ -52,7 +52,7 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
         yield from _divisions("straight pipeline", changed)
 
 
-def _even(request: Request) -> Iterator[tuple[str, Division]]:
+def stages_alike(request: Request) -> Iterator[tuple[str, Division]]:
     """Pipelines of as much work and as many replicas in each stage, as people make them: of many
     devices they are hard to beat, and need no search.
     """

@@ -72,6 +72,21 @@ def best_ordered_plan(request: Request) -> Outcome:
     )
 
 
+def best_in_shape(request: Request, shape: Shape) -> Outcome:
+    """The fastest plan found in the order of the request and one shape, beginning with stages of
+    even time. Raises UserError if none fits.
+    """
+    trials = OrderedTrials(request, str(request.order), shape)
+    first = trials.try_out(even(request.planning, shape))
+    if first is None:
+        raise UserError(_nothing(request, []))
+    moved_cuts = Neighbours(request.planning, request.cluster, straight=True).moved_cuts
+    best = best_first([first], trials, moved_cuts, _STEPS, _NEAR, unfit=True)
+    if not best.fits:
+        raise UserError(_nothing(request, [best]))
+    return _outcome(request, best, trials.plans)
+
+
 def _too_large(plan: OrderedTrial) -> str:
     return (
         f"Does not fit: a rank needs {show_bytes(plan.rank_bytes)}; give --memory more,"

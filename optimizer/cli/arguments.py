@@ -176,8 +176,14 @@ GROUPS = {
         ),
         option(
             "--global-batch N",
-            "Examples per update, in N / batch size microbatches. If GRAPH is a folder, each batch"
-            " size in it that divides N is tried.  [default: --microbatches of each size]",
+            "Examples per update, in N / batch size microbatches, with a flush unless --schedule"
+            " says otherwise. If GRAPH is a folder, each batch size in it that divides N is tried;"
+            " the order of passes is chosen as well.  [default: --microbatches of each size]",
+        ),
+        option(
+            "--sequence T",
+            "Tokens of an example: of the profiles in GRAPH those that pd-profile --sequence made"
+            " for so many.  [default: those that are there]",
         ),
         option("--memory BYTES", "Bytes of each device, such as 16GB.  [default: unlimited]"),
         option(
@@ -202,7 +208,8 @@ GROUPS = {
         option(
             "--host-bandwidth BYTES",
             "Bytes per second between a device and its host, each way: stages that --memory would"
-            " not hold may then keep activations there.  [default: they stay on the device]",
+            " not hold may then keep activations there; 0: none may.  [default: that of the device"
+            " file with an estimated profile, else 0]",
         ),
         option(
             "--zero",

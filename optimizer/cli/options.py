@@ -98,6 +98,7 @@ class Options:
     stages_per_rank: Annotated[int, Bounds(1, 4)] | None = None
     microbatches: Count | None = None
     global_batch: Count | None = None
+    sequence: Count | None = None
     memory: str | None = None
     room: str | None = None
     optimizer: OptimizerName = "adam"

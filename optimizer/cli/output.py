@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from pipedream.graph.draw import OTHER, picture, why_text
 from pipedream.graph.model import Graph, format_graph
@@ -27,6 +28,8 @@ from pipedream.optimizer.compare.comparison import (
     comparison_table,
     on_single_devices,
 )
+from pipedream.optimizer.compare.considered import considered_table
+from pipedream.optimizer.compare.scaled import scaled_table
 from pipedream.optimizer.compare.sweep import sweep, sweep_frame, sweep_png, sweep_table
 from pipedream.optimizer.cuts.groups import classes_of
 from pipedream.optimizer.export.frameworks import export
@@ -55,7 +58,7 @@ class Section:
 def sections(planning: Planning) -> Iterator[Section]:
     """Yields the sections once each is made. Raises UserError if an export is not possible."""
     options, task, plan = planning.options, planning.task, planning.outcome.plan
-    if planning.choices is not None:
+    if planning.choices is not None and not planning.considered:
         choices = planning.choices
         yield Section(lambda console: print_choices(choices, console))
     yield _report(planning)
@@ -90,7 +93,7 @@ def _report(planning: Planning) -> Section:
         pictures = _timelines(simulation, plan, request.left_for_model)
 
     def show(console: Console) -> None:
-        print_report(outcome, request.graph, console, task.profile)
+        print_report(outcome, request.graph, console, task.profile, _beside(planning))
         if groups:
             classes = classes_of(task.profiled, task.operators)
             print_table(console, groups_table(request.graph, groups, classes))
@@ -109,6 +112,17 @@ def _report(planning: Planning) -> Section:
         return f"Written: {folder}/{', '.join(('plan.json', 'graph.txt', drawn, *pictures))}"
 
     return Section(show, {**files, **pictures}, named)
+
+
+def _beside(planning: Planning) -> list[Table]:
+    """What stands beside the answer: other numbers of machines, and what was chosen from."""
+    plan, profile, options = planning.outcome.plan, planning.task.profile, planning.options
+    tables = []
+    if planning.scaled and profile is not None:
+        tables.append(scaled_table(planning.scaled, plan, profile))
+    if planning.considered and options.global_batch is not None:
+        tables.append(considered_table(planning.considered, options.global_batch))
+    return tables
 
 
 def _on_devices(graph: Graph, plan: Plan) -> Graph:

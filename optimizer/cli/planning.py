@@ -1,31 +1,25 @@
-"""Planning as a function of options: what pd-optimize and `pipedream.optimize` both call."""
+"""Planning of a task, with workers of one device and on meshes."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.placement import Mesh, device_count
-from pipedream.graph.profile import folder_of, sizes_in
-from pipedream.optimizer.calibrate.verdict import Verdict
 from pipedream.optimizer.choose.bound import shared_out
 from pipedream.optimizer.choose.tied import plan_shared
+from pipedream.optimizer.cli.asked.operators import parse_mesh
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.like import recorded_options
 from pipedream.optimizer.cli.options import Options
-from pipedream.optimizer.cli.task import (
-    Task,
-    make_task,
-    parse_mesh,
-    with_fitting_mesh,
-    with_global_batch,
-)
-from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
+from pipedream.optimizer.cli.task import Task
+from pipedream.optimizer.compare.batch_sizes import Choices
+from pipedream.optimizer.compare.considered import Considered
+from pipedream.optimizer.compare.scaled import Scaled
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.sharding.least_work import least_seconds
@@ -53,7 +47,8 @@ tried.
 class Planning:
     """The best plan for some options, and the task that it solves, under the schedule that was
     chosen; `simulation`: None if that takes too long; `choices`: by batch size, if there were
-    several; `others`: the best for other kinds of workers, if several were tried.
+    several; `others`: the best for other kinds of workers, if several were tried; `considered`:
+    what else an update of --global-batch could be; `scaled`: other numbers of machines.
     """
 
     options: Options
@@ -62,6 +57,8 @@ class Planning:
     simulation: Simulation | None
     choices: Choices | None = None
     others: tuple[Planning, ...] = ()
+    considered: tuple[Considered, ...] = ()
+    scaled: tuple[Scaled, ...] = ()
 
     @property
     def other_workers(self) -> tuple[Planning, ...]:
@@ -95,33 +92,6 @@ class Planning:
         return plan_task(on_mesh, options).outcome
 
 
-def plan(options: Options) -> Planning:
-    """Plans what the options ask for. Raises UserError for wrong ones, and if there is no plan."""
-    if isinstance(options.graph, Path) and (options.graph / "graph.txt").exists():
-        options = replace(options, graph=options.graph / "graph.txt")
-    options = with_global_batch(options)
-    if isinstance(options.graph, Path) and options.graph.is_dir():
-        return _plan_by_size(options, options.graph)
-    fitting = with_fitting_mesh(options)
-    planning = _beside_run(plan_task(make_task(fitting), fitting))
-    if fitting is options:
-        return planning
-    note = f"Teams of --mesh {options.mesh} do not divide the devices: other workers were planned."
-    noted = replace(planning.outcome, notes=(note, *planning.outcome.notes))
-    return replace(planning, outcome=noted)
-
-
-def _beside_run(planning: Planning) -> Planning:
-    """With the gain on the plan of the newest run that the times were corrected by, if any."""
-    known, plan = planning.task.calibration, planning.outcome.plan
-    if not known.runs:
-        return planning
-    now = known.priced(known.runs[-1].measured.plan, planning.task.of_devices)
-    verdict = Verdict(known.runs[-1], now, plan)
-    gain = 0.0 if verdict.stays else verdict.gain
-    return replace(planning, outcome=planning.outcome.predicting(gain=gain))
-
-
 @contextmanager
 def quick_collector() -> Iterator[None]:
     """Collects garbage less often inside: planning makes millions of long-lived objects and hardly
@@ -153,7 +123,7 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     """
     assert task.operators is not None
     best = None if isinstance(plain, UserError) else plain
-    alone = inf if best is None else _seconds(best)
+    alone = inf if best is None else seconds_of(best)
     least = least_seconds(task.request, task.operators)
     tried: dict[Mesh, float] = {}
     found: list[Planning] = []
@@ -167,14 +137,14 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
             continue
         with suppress(UserError):  # nothing to divide, or too little memory
             on_mesh = task.on_mesh(mesh, (), options.intra_op)
-            most = inf if best is None else _seconds(best) * hopeful
+            most = inf if best is None else seconds_of(best) * hopeful
             if shared_out(on_mesh.request) >= most:
                 largest = device_count(mesh) if task.request.has_many_devices else inf
                 continue
             planning = _plan_workers(on_mesh, options, play=not on_mesh.request.hurried)
-            tried[mesh] = _seconds(planning)
+            tried[mesh] = seconds_of(planning)
             found.append(planning)
-            if best is None or tried[mesh] < _seconds(best) * _WORTH_A_MESH:
+            if best is None or tried[mesh] < seconds_of(best) * _WORTH_A_MESH:
                 best = planning
     if best is None:
         assert isinstance(plain, UserError)
@@ -182,11 +152,11 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     if not tried:
         return _certified(best, least)
     mixed = _mixed(best, plain, found, task, options)
-    if mixed is not None and _seconds(mixed) < alone * _WORTH_A_MESH:
+    if mixed is not None and seconds_of(mixed) < alone * _WORTH_A_MESH:
         best = mixed
     elif best.task.sharding is not None and not isinstance(plain, UserError):
         best = plain  # faster only as long as what crosses between stages is not looked at
-    seconds = _seconds(best) if best is mixed else None
+    seconds = seconds_of(best) if best is mixed else None
     outcome = _certified(best, least).outcome
     notes = (*outcome.notes, beside(tried, alone, best.task.shardings, seconds))
     made = [*([] if isinstance(plain, UserError) else [plain]), *found]
@@ -198,7 +168,7 @@ def _not_divided(planning: Planning | None, least: float) -> Planning:
     """The plan with workers of one device, with the reason why no others were sought."""
     assert planning is not None
     certified = _certified(planning, least)
-    saved = 1 - least / _seconds(planning)
+    saved = 1 - least / seconds_of(planning)
     note = (
         f"Operators not divided: that could save {saved:.1%} at most, if it took no messages;"
         " --intra-op exact seeks it."
@@ -209,7 +179,7 @@ def _not_divided(planning: Planning | None, least: float) -> Planning:
 
 def _certified(planning: Planning, least: float) -> Planning:
     """With `least` as the bound, where that of workers of one device is higher."""
-    bound = min(_seconds(planning), least, planning.outcome.plan.predicted.lower_bound_seconds)
+    bound = min(seconds_of(planning), least, planning.outcome.plan.predicted.lower_bound_seconds)
     return replace(planning, outcome=planning.outcome.predicting(lower_bound_seconds=bound))
 
 
@@ -254,106 +224,34 @@ def _mixed(
     return Planning(options, solved, solved.expanded(outcome), simulation)
 
 
-def _seconds(planning: Planning) -> float:
+def seconds_of(planning: Planning) -> float:
+    """Seconds per minibatch of the plan, simulated if that was possible."""
     predicted = planning.outcome.plan.predicted
     simulated = predicted.simulated
     return predicted.seconds_shared_out if simulated is None else simulated.seconds_per_minibatch
 
 
 def _plan_workers(task: Task, options: Options, play: bool = True) -> Planning:
-    """Plans for the workers of the task; `play`: and simulates the plan as a whole."""
+    """Plans for the workers of the task; `play` as in `planning_of`."""
     try:
         request, outcome, notes = plan_shared(task.request, task.any_schedule)
     except MemoryError as error:
         raise UserError(
             f"{named(options)}: not enough memory here to plan for so many devices; give fewer"
         ) from error
+    planned = replace(task, request=request)
+    return planning_of(planned, options, replace(outcome, notes=(*notes, *outcome.notes)), play)
+
+
+def planning_of(task: Task, options: Options, outcome: Outcome, play: bool = True) -> Planning:
+    """The outcome for the request of the task, with what plan.json records; `play`: and simulated
+    as a whole.
+    """
+    request = task.request
     most_moves = MOST_MOVES if options.timeline or options.compare else QUICK_MOVES
     simulation = request.simulate(outcome.plan, most_moves) if play else None
     best = outcome.plan if simulation is None else simulation.noted_in(outcome.plan)
     recorded = recorded_options(options, request.footprints is not None)
     best = best.model_copy(update={"asked": recorded, **task.measured_for})
-    solved = replace(task, request=request)
-    outcome = replace(outcome, plan=best, notes=(*notes, *outcome.notes))
-    return Planning(options, solved, solved.expanded(outcome), simulation)
-
-
-def _plan_by_size(options: Options, folder: Path) -> Planning:
-    """Plans for each batch size in the folder; returns the best one's plan. Raises UserError."""
-    by_size = options_by_size(options)
-    tasks = _tasks(by_size, folder)
-    planned: dict[int, Planning] = {}
-
-    def choice(size: int) -> Choice:
-        if size not in tasks:
-            return Choice(None, None, size, f"does not divide {options.global_batch}")
-        try:
-            planned[size] = plan_task(tasks[size][1], tasks[size][0])
-        except UserError as error:
-            return Choice(None, error.format_message(), size)
-        return Choice(planned[size].outcome.plan, None, size)
-
-    choices = Choices(tuple(map(choice, by_size)), options.global_batch)
-    if not choices.planned:
-        raise UserError(f"no batch size has a plan; {choices.problems[0]}")
-    return replace(planned[choices.best.batch_size], choices=choices)
-
-
-def options_by_size(options: Options) -> dict[int, Options | None]:
-    """The options for each batch size in the folder GRAPH, smallest first; None for sizes that do
-    not divide --global-batch.
-
-    Raises UserError if options contradict each other, or there is no size to plan for.
-    """
-    folder, whole = options.graph_path, options.global_batch
-    _check_by_size(options)
-    by_size: dict[int, Options | None] = {}
-    for size in sizes_in(folder):
-        count = options.microbatches if whole is None else whole // size
-        graph = folder_of(folder, size) / "graph.txt"
-        changed = replace(options, graph=graph, profile=None, microbatches=count)
-        by_size[size] = changed if whole is None or whole % size == 0 else None
-    if not by_size:
-        raise UserError(
-            f"{folder}: no profiles of batch sizes here, as pd-profile --batch-sizes makes them:"
-            " name such a folder, or a graph.txt"
-        )
-    if not any(by_size.values()):
-        sizes = ", ".join(map(str, by_size))
-        raise UserError(f"--global-batch {whole}: is not a multiple of any batch size ({sizes})")
-    return by_size
-
-
-def _check_by_size(options: Options) -> None:
-    folder = options.graph_path
-    if options.calibrate:
-        raise UserError(
-            f"--calibrate: a run has one batch size: name the graph.txt of that one in {folder}"
-        )
-    if options.again:
-        raise UserError(f"--again: name the graph.txt of one batch size in {folder}")
-    if "profile" in options.typed:
-        raise UserError(f"--profile: in {folder} each batch size has its own: leave it out")
-    if options.output is not None and options.output.resolve() == folder.resolve():
-        raise UserError(f"-o {folder}: this is the profile folder: choose another")
-    if options.global_batch is not None and "microbatches" in options.typed:
-        raise UserError(
-            "--global-batch and --microbatches both set the examples per update: give one of them"
-        )
-
-
-def _tasks(by_size: Mapping[int, Options | None], folder: Path) -> dict[int, tuple[Options, Task]]:
-    """Makes the task of each batch size. Raises UserError if they are not of one model."""
-    tasks = {}
-    for size, options in by_size.items():
-        if options is None:
-            continue
-        task = make_task(options)
-        if task.batch_size not in (None, size):
-            raise UserError(
-                f"{options.profile_path}: batch_size is {task.batch_size}, but the folder's name"
-                f" says {size}: profile this size again"
-            )
-        tasks[size] = options, replace(task, batch_size=size)
-    check_alike({size: task.profiled for size, (_, task) in tasks.items()}, folder)
-    return tasks
+    outcome = replace(outcome, plan=best)
+    return Planning(options, task, task.expanded(outcome), simulation)

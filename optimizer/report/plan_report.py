@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -38,13 +38,16 @@ def print_report(
     graph: Graph,
     console: Console | None = None,
     profile: Profile | None = None,
+    beside: Sequence[Table] = (),
 ) -> None:
-    """Prints the time to expect, the stages, their memory, and other plans.
+    """Prints the time to expect, the tables `beside` it, the stages, their memory, and other plans.
 
     `profile`: the graph's, if that is known.
     """
     console = console or make_console()
     console.print(_times(outcome, profile))
+    for table in beside:
+        print_table(console, table)
     modules = {} if profile is None else profile.modules
     print_table(console, _stage_table(outcome, graph, modules, console.width < _NARROW))
     print_table(console, _memory_table(outcome))
@@ -186,7 +189,7 @@ def _times(outcome: Outcome, profile: Profile | None) -> Table:
         table.add_row("per batch", show_seconds(per_batch), remark)
         seconds, formula = per_batch / batch, predicted.latency_seconds / batch
     if profile is not None:
-        for row in answer_rows(outcome.plan, profile, seconds):
+        for row in answer_rows(outcome.plan, profile, seconds, outcome.rank_bytes):
             table.add_row(*row)
     rows = (
         ("data parallelism", predicted.data_parallel_seconds),

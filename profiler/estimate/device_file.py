@@ -44,6 +44,8 @@ class DeviceFile(ArtifactModel):
     """Bytes."""
     bandwidth: _Positive
     """Bytes of memory per second."""
+    host_bandwidth: _Positive | None = None
+    """Bytes per second between the device and its host, each way; None where that is not known."""
     peak: dict[str, _Positive] = Field(min_length=1)
     """Flops per second by type."""
     launch: _Positive

@@ -39,22 +39,33 @@ from pipedream.profiler.timing.backward_split import BackwardSplit
 from pipedream.profiler.timing.local_operators import time_local_operators
 from pipedream.profiler.timing.times import Times, Timing
 
+_COPIED = 0.8
+"""The part of a link's bandwidth that copies of pinned memory get, after headers and requests:
+50 to 55 of 64 GB/s over PCI Express 5.0 x16.
+"""
+
 
 def estimate(
     loaded: Loaded,
     settings: Settings,
     device: DeviceFile,
     progress: Callable[[str], None] = lambda what: None,
+    fp8: bool = False,
 ) -> Measured:
     """Estimates what `measure` measures; `loaded` is a model without memory. `progress` is told
-    what begins. Raises UserError if the model cannot be captured, or its passes not be traced.
+    what begins. `fp8`: what if products were computed in it, on a device that does. Raises
+    UserError if the model cannot be captured, or its passes not be traced.
     """
     with without_collecting():
-        return _estimate(loaded, settings, device, progress)
+        return _estimate(loaded, settings, device, progress, fp8)
 
 
 def _estimate(
-    loaded: Loaded, settings: Settings, device: DeviceFile, progress: Callable[[str], None]
+    loaded: Loaded,
+    settings: Settings,
+    device: DeviceFile,
+    progress: Callable[[str], None],
+    fp8: bool,
 ) -> Measured:
     precision, inputs = Precision(loaded.autocast, CPU), flatten_inputs(loaded.args, loaded.kwargs)
     progress("capturing")
@@ -70,7 +81,7 @@ def _estimate(
             " it on a device, with --meta if it is larger than memory"
         ) from error
     progress("estimating")
-    roofline, attributed = Roofline(device), traced.attributed
+    roofline, attributed = Roofline(device, fp8), traced.attributed
     calls = call_seconds(attributed.graph, attributed.backward, roofline)
     parts = weight_parts(attributed)
     nodes = node_seconds(attributed, calls, parts)
@@ -134,12 +145,15 @@ def _estimated(roofline: Roofline, graph: OperatorGraph) -> Estimated:
         if work is not None:
             counts[work.dtype] += work.flops
     peak = device.peak.get(max(counts, key=lambda dtype: counts[dtype])) if counts else None
-    error = device.error
+    error = None if roofline.fp8 else device.error
+    to_host = device.host_bandwidth
     return Estimated(
         device=device.name,
         error=None if error is None else error.model,
         worst=None if error is None else error.worst,
         peak=peak or max(device.peak.values()),
+        host_bandwidth=None if to_host is None else to_host * _COPIED,
+        fp8=roofline.fp8,
     )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipedream.graph.placements.operators import Operator
 from pipedream.profiler.estimate.device_file import DeviceFile
-from pipedream.profiler.estimate.work import Work, work_of
+from pipedream.profiler.estimate.work import FP8, Work, in_fp8, work_of
 
 _NEAREST = 5
 """Measurements that an estimate is the mean of, weighted by their distance."""
@@ -24,17 +24,23 @@ _USUAL = 0.5
 
 
 class Roofline:
-    """Estimates seconds on one device; the same operator is estimated once."""
+    """Estimates seconds on one device; the same operator is estimated once. `fp8`: products of
+    matrices in bfloat16 are taken to be computed in fp8, where kernels can: they reach the part of
+    its peak that they reach of that of bfloat16.
+    """
 
-    def __init__(self, device: DeviceFile) -> None:
-        self.device = device
+    def __init__(self, device: DeviceFile, fp8: bool = False) -> None:
+        self.device, self.fp8 = device, fp8
         self.works: dict[Operator, Work | None] = {}
         self.known: dict[Operator, float] = {}
 
     def work(self, operator: Operator) -> Work | None:
-        """Returns `work_of` an operator."""
+        """Returns `work_of` an operator, in the type that its product is computed in."""
         if operator not in self.works:
-            self.works[operator] = work_of(operator)
+            work = work_of(operator)
+            if self.fp8 and work is not None and in_fp8(operator, work):
+                work = work._replace(dtype=FP8)
+            self.works[operator] = work
         return self.works[operator]
 
     def seconds(self, operator: Operator) -> float:

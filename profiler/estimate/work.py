@@ -42,7 +42,11 @@ backward.
 _ALIGNED = 8
 _APART = 8.0
 """In octaves: so far from others of its sizes."""
-_FLOATING = ("float8_e4m3fn", "bfloat16", "float16", "float32", "float64")
+FP8 = "float8_e4m3fn"
+"""As device files call the type."""
+_FP8_ALIGNED = 16
+"""Kernels for fp8 take matrices whose sides are multiples of this (torch._scaled_mm)."""
+_FLOATING = (FP8, "bfloat16", "float16", "float32", "float64")
 
 
 class Work(NamedTuple):
@@ -86,6 +90,13 @@ def work_of(operator: Operator) -> Work | None:
     if count:
         return Work(family, "product", dtype, count, moved, _logs(count))
     return Work(family, "pass", dtype, 0.0, moved, _logs(moved))
+
+
+def in_fp8(operator: Operator, work: Work) -> bool:
+    """Whether kernels can compute this product of bfloat16 matrices in fp8."""
+    if work.kind != "product" or work.dtype != "bfloat16":
+        return False
+    return not any(size % _FP8_ALIGNED for size in _product(operator))
 
 
 def _flops(operator: Operator) -> float:

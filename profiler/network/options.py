@@ -84,7 +84,7 @@ def check_no_network_options(parameters: Mapping[str, Any]) -> None:
 
 def network_options(parameters: Mapping[str, Any], rank_info: RankInfo | None) -> NetworkOptions:
     """Returns the options among the parameters, checked for these ranks. Raises UserError."""
-    for name in ("meta", "batch_sizes"):
+    for name in ("meta", "batch_sizes", "sequence"):
         if parameters[name]:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} does not go with --network: leave it out")

@@ -62,8 +62,8 @@ def _measure(case: Case, folder: Path, device: str, dtype: str, seconds: float) 
 
     from pipedream.capture.sources.load import in_dtype, load
     from pipedream.profiler.assembly import Settings
-    from pipedream.profiler.cli import write_files
     from pipedream.profiler.measure import measure
+    from pipedream.profiler.report.files import write_files
     from pipedream.profiler.timing.stopping_rule import StoppingRule
 
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node, format_graph
 from pipedream.graph.profile import Profile, write_profile
 from pipedream.optimizer.calibrate.further_profiles import at_their_mean, levels_of
-from pipedream.optimizer.cli.planning import plan
+from pipedream.optimizer.cli.answer.plan import plan
 from pipedream.optimizer.cli.values import make_options
 
 NODES = {name: Node(name, f"Linear({name})", 1e-3, 2e-3, (1e3,), 1e3) for name in "ab"}

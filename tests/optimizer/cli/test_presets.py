@@ -9,10 +9,10 @@ import pytest
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node, format_graph
+from pipedream.optimizer.cli.asked.updates import with_global_batch
 from pipedream.optimizer.cli.cluster_options import cluster_of
 from pipedream.optimizer.cli.options import ModelInMemory, Options
 from pipedream.optimizer.cli.presets import MACHINES, preset
-from pipedream.optimizer.cli.task import with_global_batch
 
 GRAPH = Graph({"a": Node("a", "Linear", 1.0, 2.0, (8.0,), 4.0)}, ())
 

@@ -13,8 +13,8 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import format_graph, read_graph
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import difference, sizes_in, write_profile
+from pipedream.optimizer.cli.answer.by_size import options_by_size
 from pipedream.optimizer.cli.command import main, typed_options
-from pipedream.optimizer.cli.planning import options_by_size
 
 # Parameters that no all-reduce is worth, updates that take nothing.
 STRAIGHT = ("--machines", "4", "--bandwidth", "1GB", "--update-rate", "1e24", "--straight")
@@ -151,7 +151,11 @@ WRONG = {
         ("--schedule", "flush", "--global-batch", "5"),
         "is not a multiple of 2, the batch size of",
     ),
-    "an update of one": ("curve", ("--global-batch", "4"), "weight-stashing updates after every"),
+    "an update of one": (
+        "curve",
+        ("--global-batch", "4", "--schedule", "weight-stashing"),
+        "weight-stashing updates after every",
+    ),
     "another schedule": (
         "curve",
         ("--global-batch", "4", "--schedule", "vertical-sync"),

@@ -9,9 +9,9 @@ import pytest
 from estimates import device, estimated
 
 from pipedream.graph.errors import UserError
-from pipedream.profiler.cli import write_files
 from pipedream.profiler.estimate.device_file import DeviceFile, read_device
 from pipedream.profiler.estimate.fit import MeasuredModel, compare, fit, with_error
+from pipedream.profiler.report.files import write_files
 
 
 @pytest.fixture(scope="module")

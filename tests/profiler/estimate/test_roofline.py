@@ -10,6 +10,7 @@ import yaml
 from estimates import device, operator, tensor
 
 from pipedream.graph.errors import UserError
+from pipedream.graph.placements.operators import Operator
 from pipedream.profiler.estimate.device_file import read_device
 from pipedream.profiler.estimate.roofline import Roofline
 from pipedream.profiler.estimate.work import Work
@@ -87,3 +88,22 @@ def test_a_device_in_place_of_itself_is_told(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(fields))
     with pytest.raises(UserError, match="has none of its own"):
         read_device(str(path))
+
+
+def test_in_fp8_products_have_its_peak_where_kernels_take_them() -> None:
+    """Bounded by computing, they take half of the time at twice the peak; attention, what has odd
+    sides, and other types stay as they are.
+    """
+    peak = {"float32": 1e14, "bfloat16": 2e14, "float8_e4m3fn": 4e14}
+    on = device(peak=peak)
+    plain, fp8 = Roofline(on), Roofline(on, fp8=True)
+
+    def square(side: int, dtype: str) -> Operator:
+        sides = tensor(side, side, dtype=dtype)
+        return operator("aten.mm.default", (sides, sides), sides)
+
+    assert fp8.seconds(square(8192, "bfloat16")) == pytest.approx(
+        plain.seconds(square(8192, "bfloat16")) / 2
+    )
+    for other in (square(8200, "bfloat16"), square(8192, "float32")):
+        assert fp8.seconds(other) == plain.seconds(other)

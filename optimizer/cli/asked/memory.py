@@ -1,0 +1,52 @@
+"""What a device has for the model, and how that may be made to suffice."""
+
+from __future__ import annotations
+
+from pipedream.graph.choices import Zero
+from pipedream.graph.errors import UserError
+from pipedream.graph.profile import Profile
+from pipedream.graph.units import show_bytes
+from pipedream.optimizer.cli.cluster_options import bytes_of
+from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.cost.memory import ROOM_ON_GPU
+from pipedream.optimizer.search.request import Request
+
+
+def room_of(options: Options, profile: Profile | None) -> float:
+    """Returns the bytes of a device that are not the model's. Raises UserError."""
+    if options.room is not None:
+        return 0.0 if options.room == "0" else bytes_of("--room", options.room)
+    return 0.0 if profile is None or profile.machine.device == "cpu" else ROOM_ON_GPU
+
+
+def host_bandwidth_of(options: Options, profile: Profile | None) -> float | None:
+    """Returns the bytes per second between a device and its host, each way, over which activations
+    may be moved: by default those of an estimated profile. None if they stay. Raises UserError.
+    """
+    if options.host_bandwidth == "0":
+        return None
+    if options.host_bandwidth is not None:
+        return bytes_of("--host-bandwidth", options.host_bandwidth)
+    estimated = None if profile is None else profile.estimated
+    return None if estimated is None else estimated.host_bandwidth
+
+
+def zero_of(options: Options) -> Zero:
+    """Returns whether replicas may divide the optimizer's state. Raises UserError."""
+    if not options.weight_prediction:
+        return options.zero
+    if options.zero == "always":
+        raise UserError(
+            "--zero always: replicas that divide updates know the last step of their parts alone,"
+            " and weight prediction needs all of it: leave --weight-prediction or --zero out"
+        )
+    return "never"
+
+
+def check_room(request: Request) -> None:
+    """Raises UserError if a device has no bytes for the model."""
+    if request.device_types.smallest_memory <= 0:
+        raise UserError(
+            f"--room {show_bytes(request.room)}: a device has no more memory than that, which is"
+            " for CUDA and NCCL: give more --memory or less --room"
+        )
