@@ -119,6 +119,20 @@ class StageMemory(ArtifactModel):
     """What the stage has received, and what is on its way, input batches among it."""
     workspace: Amount
     """What the backward pass of one node needs in addition."""
+    buckets: Amount = 0.0
+    """Copies of the gradients that are added up over replicas."""
+    allocator: Amount = 0.0
+    """Gaps between blocks, freed blocks that are kept, and memory of libraries, as measured."""
+
+    @property
+    def weights(self) -> float:
+        """Returns the bytes that stay where they are from the first update on."""
+        return self.parameters + self.weight_versions + self.optimizer_state
+
+    @property
+    def tensors(self) -> float:
+        """Returns the bytes of tensors alone."""
+        return self.total - self.allocator
 
     @property
     def total(self) -> float:
@@ -214,6 +228,9 @@ class Predicted(ArtifactModel):
     """The whole model on one device."""
     data_parallel_seconds: Amount
     """The whole model replicated on all devices."""
+    process_bytes: Amount | None = None
+    """What each process holds beside the memory of its stages: Python, torch, the captured model;
+    None if it was not measured."""
     simulated: Simulated | None = None
 
     @property

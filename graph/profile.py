@@ -233,6 +233,17 @@ class Machine(ArtifactModel):
     """Versions of the libraries that the model comes from."""
 
 
+class ProfiledProcess(ArtifactModel):
+    """What a process holds beside its tensors, by the allocator of this machine."""
+
+    baseline_bytes: _Bytes
+    """Resident before any pass, without the tensors of the model: Python, torch, the capture."""
+    overhead: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    """By which factor the resident memory grows in passes, with two minibatches in flight, beyond
+    what they save and need: gaps between blocks, blocks that were freed and kept, and memory of
+    libraries."""
+
+
 class Estimated(ArtifactModel):
     """Says that nothing was measured: times follow from flops and bytes of the operators."""
 
@@ -312,6 +323,8 @@ class Profile(ArtifactModel):
     operators.json."""
     reading_seconds: _NonNegative | None = None
     """What reading a minibatch takes from the passes; None without data, and on a GPU 0."""
+    process: ProfiledProcess | None = None
+    """None on a GPU, and if whole passes did not fit into memory."""
     shared: dict[str, SharedParameter] | None = None
     """By name; None if they were not recorded."""
     no_operators: str | None = None

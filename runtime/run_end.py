@@ -82,6 +82,8 @@ def _reports(context: RankContext) -> list[dict[str, Any]]:
             "replica": stage.replica,
             "peak_memory_bytes": context.memory.bytes,
             "predicted_memory_bytes": _predicted_memory(context),
+            "process_memory_bytes": context.memory.process,
+            "predicted_process_bytes": _predicted_process(context),
             "reserved_memory_bytes": context.memory.reserved,
             "rest_of_gpu_bytes": context.memory.rest,
             "weight_versions": context.weights[stage.stage].peak_versions,
@@ -100,6 +102,12 @@ def _predicted_memory(context: RankContext) -> float | None:
     planned = [job.plan.stages[stage.stage].memory for stage in context.local.stages]
     known = [memory.total for memory in planned if memory is not None]
     return sum(known) if job.as_planned and counted and len(known) == len(planned) else None
+
+
+def _predicted_process(context: RankContext) -> float | None:
+    """Returns the bytes that the plan predicts for the whole process; None if it does not say."""
+    memory, beside = _predicted_memory(context), context.local.job.plan.predicted.process_bytes
+    return None if memory is None or beside is None else memory + beside
 
 
 def _simulated(job: Job) -> Simulated | None:

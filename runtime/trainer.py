@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from pipedream.capture.compute_settings import keep_freed_memory
+from pipedream.capture.compute_settings import keep_freed_memory, return_freed_memory
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import RendezvousError, connect_store
@@ -43,7 +43,7 @@ def train(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -
             f"the plan is for {planned} workers and {started} were started: start {planned}, "
             "fewer with --replan, or make another plan with pd-optimize"
         )
-    keep_freed_memory()
+    return_freed_memory()
     # A run that goes on in the folder may be evaluated meanwhile.
     with locked(job.run) if rank_info.rank == 0 and not job.evaluate_only else nullcontext():
         try:
@@ -81,6 +81,7 @@ def _run(context: RankContext) -> None:
     if local.rank_info.rank == 0:
         line = announcement(local.job, local.examples.minibatches)
         print(f"training: {line}", file=sys.stderr, flush=True)
+    keep_freed_memory()
     gc.freeze()  # what is there stays; to look through it again and again takes long
     try:
         with nullcontext() if context.display is None else context.display:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipedream.graph.choices import DEFAULT_ORDER, IntraOp, ScheduleName
+from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.placements.placement import Mesh, device_count
-from pipedream.graph.profile import Footprint, Profile
+from pipedream.graph.profile import Footprint, Profile, ProfiledProcess
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.calibrate.runs import CalibrationRun
 from pipedream.optimizer.choose.division import Division
@@ -49,6 +50,10 @@ from pipedream.optimizer.sharding.team_graph import (
 from pipedream.optimizer.sharding.views import Views, of_teams
 from pipedream.optimizer.simulate.workload import UPDATE_RATE
 from pipedream.schedule.policy import uniform_updates
+
+_OTHER_KIND = 10
+"""Devices so many times as fast as the one profiled, or as slow, are of another kind: what was
+measured of its allocator is not true of theirs."""
 
 _WHOLE_PASSES = (None, DEFAULT_ORDER, "interleaved")
 """Orders whose backward passes are not in halves."""
@@ -198,7 +203,8 @@ def make_task(options: Options) -> Task:
         model=cost_model,
         schedule=schedule,
         memory=memory,
-        room=_room(options, profile),
+        room=_room(options, profile, cluster),
+        process=_process(profile, cluster),
         rules=Rules(options.straight, options.fewer_machines),
         latency=latency,
         optimizer=options.optimizer,
@@ -240,11 +246,20 @@ def with_fitting_mesh(options: Options) -> Options:
     return replace(options, mesh=None, shard=())
 
 
-def _room(options: Options, profile: Profile | None) -> float:
+def _room(options: Options, profile: Profile | None, cluster: Cluster) -> float:
     """Returns the bytes of a device that are not the model's. Raises UserError."""
     if options.room is not None:
         return 0.0 if options.room == "0" else bytes_of("--room", options.room)
+    process = _process(profile, cluster)
+    if process is not None:
+        return process.baseline_bytes
     return 0.0 if profile is None or profile.machine.device == "cpu" else ROOM_ON_GPU
+
+
+def _process(profile: Profile | None, cluster: Cluster) -> ProfiledProcess | None:
+    """Returns what a process of the profiled machine holds, if devices are of its kind."""
+    alike = all(1 / _OTHER_KIND < kind.speed < _OTHER_KIND for kind in cluster.kinds)
+    return profile.process if profile is not None and alike else None
 
 
 def _check_room(request: Request) -> None:
@@ -252,7 +267,7 @@ def _check_room(request: Request) -> None:
     if request.device_types.smallest_memory <= 0:
         raise UserError(
             f"--room {show_bytes(request.room)}: a device has no more memory than that, which is"
-            " for CUDA and NCCL: give more --memory or less --room"
+            f" for {request.room_for}: give more --memory or less --room"
         )
 
 

@@ -32,6 +32,9 @@ ROOM_ON_GPU = 2e9
 """Bytes of a GPU that are not the model's: the context with all kernels loaded, buffers of a few
 communicators of NCCL, and gaps among tensors in torch's allocator."""
 
+READ_AHEAD = 2
+"""Minibatches that pd-train reads ahead on a CPU, beside the one that is on its way."""
+
 _FEW_CUTS = 100
 """With no more than these, as those of one plan, a product of matrices is faster."""
 
@@ -43,13 +46,17 @@ class TrainingSettings:
     `microbatches` make one update, for schedules that make one per several minibatches. With
     `weight_prediction` (weight stashing only) the older versions of a stage that is not the last
     are replaced by predicted weights, one copy per minibatch in flight, and the last step of the
-    optimizer is kept, one more tensor per parameter.
+    optimizer is kept, one more tensor per parameter. `overhead`: by which factor what passes
+    allocate and free takes more of a device than its bytes; `read_ahead`: minibatches that are read
+    before they are asked for.
     """
 
     schedule: ScheduleName = "weight-stashing"
     optimizer: OptimizerName = "sgd"
     microbatches: int = MICROBATCHES
     weight_prediction: bool = False
+    overhead: float = 1.0
+    read_ahead: int = 0
 
     def policy(self, replicas: Sequence[int], max_in_flight: Sequence[int] | None = None) -> Policy:
         most = None if max_in_flight is None else tuple(max_in_flight)
@@ -104,23 +111,29 @@ class MemoryModel:
         moments = range(max(moment) + 1)
         return np.array([self.cuts.sum(np.where(moment == m, values, 0.0)) for m in moments])
 
-    def total(self, start: int, ends: States, peak: Peak, recompute: bool) -> Floats:
+    def total(
+        self, start: int, ends: States, peak: Peak, recompute: bool, replicated: bool = False
+    ) -> Floats:
         """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
         if self._last[0] != start:  # a search asks for one start many times in a row
             varying = np.asarray(sum(self._varying_parts(start, slice(None)))).max(axis=0)
             self._last = start, (*self._amounts(start, slice(None)), varying)
         parameters, saved, received, sent, varying = self._last[1]
         copies = self._copies(peak, recompute)
-        return np.asarray(
-            (1 + copies.older + copies.state) * parameters[ends]
-            + copies.saved * saved[ends]
+        passing = (
+            copies.saved * saved[ends]
             + copies.received * received[ends]
             + sent[ends]
+            + self.settings.read_ahead * self.cuts.bytes_input(start)[ends]
             + varying[ends]
         )
+        held = 1 + copies.older + copies.state + replicated
+        return np.asarray(held * parameters[ends] + self.settings.overhead * passing)
 
-    def of(self, start: int, end: int, peak: Peak, recompute: bool) -> StageMemory:
-        """The items of one stage.
+    def of(
+        self, start: int, end: int, peak: Peak, recompute: bool, replicated: bool = False
+    ) -> StageMemory:
+        """The items of one stage; a `replicated` one adds gradients up in buckets, which last.
 
         Gradients last from a backward pass to its update; with schedules that make one update per
         several minibatches, for the whole round. Each minibatch in flight keeps what the stage
@@ -133,14 +146,20 @@ class MemoryModel:
         parts = self._varying_parts(start, ends)
         at = np.asarray(sum(parts)).argmax(axis=0)[None]
         oldest, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
+        ahead = self.settings.read_ahead * self.cuts.bytes_input(start)[ends]
+        passing = {
+            "gradients": gradients,
+            "activations": copies.saved * saved + oldest,
+            "inputs": copies.received * received + sent + ahead,
+            "workspace": workspace,
+        }
         items = {
             "parameters": parameters,
             "weight_versions": copies.older * parameters,
             "optimizer_state": copies.state * parameters,
-            "gradients": gradients,
-            "activations": copies.saved * saved + oldest,
-            "inputs": copies.received * received + sent,
-            "workspace": workspace,
+            **passing,
+            "buckets": replicated * parameters,
+            "allocator": (self.settings.overhead - 1) * np.asarray(sum(passing.values())),
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
@@ -220,7 +239,7 @@ class HeldBytes:
             return HeldBytes()
         saved = 0.0 if recompute else memory.activations
         return HeldBytes(
-            always=memory.parameters + memory.optimizer_state,
+            always=memory.parameters + memory.optimizer_state + memory.buckets + memory.allocator,
             version=memory.weight_versions / max(1, peak.versions - 1),
             minibatch=(memory.inputs + saved) / peak.in_flight,
             backward=memory.workspace

@@ -30,6 +30,20 @@ from pipedream.optimizer.search.outcome import Outcome, ScheduleTime
 _WIDEST_NAME = 24
 _WIDEST_BLOCK = 40
 _ROUNDING = 1e-9
+_ITEMS = {
+    "parameters": "para-\nmeters",
+    "weight_versions": "older\nversions",
+    "optimizer_state": "optimizer\nstate",
+    "gradients": "gradients",
+    "activations": "activations",
+    "inputs": "received",
+    "workspace": "work-\nspace",
+    "buckets": "buckets",
+    "allocator": "allo-\ncator",
+}
+"""The items of `StageMemory`, as the columns of the table are called."""
+_RARE_ITEMS = ("buckets", "allocator")
+"""Without a column where no stage has any."""
 _NARROW = 100  # columns; tables are set closer on fewer
 
 
@@ -116,17 +130,24 @@ def _memory_table(outcome: Outcome) -> Table:
     if outcome.rank_bytes is not None:
         note += f" A rank holds up to {show_bytes(outcome.rank_bytes)} at once, of all its stages."
     if outcome.room:
-        note += f" {show_bytes(outcome.room)} more of each device are for CUDA and NCCL (--room)."
+        note += (
+            f" {show_bytes(outcome.room)} more of each device are for {outcome.room_for} (--room)."
+        )
+    known = [stage.memory for stage in plan.stages if stage.memory is not None]
+    items = [
+        name
+        for name in _ITEMS
+        if name not in _RARE_ITEMS or any(getattr(each, name) for each in known)
+    ]
     table = make_table(
         f"Memory of one worker, with {plan.optimizer}'s state (--optimizer)",
         f"At its peak. Activations: what the backward passes need, {measured}.{note}",
-        *("stage", "para-\nmeters", "older\nversions", "optimizer\nstate", "gradients"),
-        *("activations", "received", "work-\nspace", "in all"),
+        *("stage", *(_ITEMS[name] for name in items), "in all"),
     )
     for stage in plan.stages:
         if stage.memory is not None:
-            items = [show_bytes(size) for size in stage.memory.model_dump().values()]
-            table.add_row(str(stage.stage), *items, show_bytes(stage.memory_bytes))
+            sizes = (show_bytes(getattr(stage.memory, name)) for name in items)
+            table.add_row(str(stage.stage), *sizes, show_bytes(stage.memory_bytes))
     return table
 
 

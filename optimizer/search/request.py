@@ -11,9 +11,9 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import DraftPlan, PlannedGraph
-from pipedream.graph.profile import Footprint, Sharing, TrainingOverheads
+from pipedream.graph.profile import Footprint, ProfiledProcess, Sharing, TrainingOverheads
 from pipedream.optimizer.cost.device_types import DeviceTypes
-from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
+from pipedream.optimizer.cost.memory import READ_AHEAD, MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.models import CostModel
 from pipedream.optimizer.cost.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.cost.stages import Rules, StageOnDevices
@@ -91,6 +91,7 @@ class Request:
     - `sharing`: parameters that several nodes read, and learn together;
     - `split`: the stages, if they are given and only to be priced;
     - `room`: how many bytes of a device are not the model's;
+    - `process`: what a process holds beside its tensors, if that was measured;
     - `groups`: of nodes, that no plan cuts;
     - `views`: what has been worked out of graphs, which requests made by `replace` share.
     """
@@ -115,6 +116,7 @@ class Request:
     sharing: tuple[Sharing, ...] = ()
     split: Split | None = None
     room: float = 0.0
+    process: ProfiledProcess | None = None
     groups: tuple[tuple[str, ...], ...] = ()
     views: GraphViews = field(default_factory=GraphViews, repr=False, compare=False)
 
@@ -164,7 +166,12 @@ class Request:
     def settings(self) -> TrainingSettings:
         batch = self.latency and self.latency.microbatches
         microbatches = self.microbatches or batch or MICROBATCHES
-        return TrainingSettings(self.schedule, self.optimizer, microbatches, self.weight_prediction)
+        settings = TrainingSettings(
+            self.schedule, self.optimizer, microbatches, self.weight_prediction
+        )
+        if self.process is None:
+            return settings
+        return replace(settings, overhead=self.process.overhead, read_ahead=READ_AHEAD)
 
     @property
     def device_types(self) -> DeviceTypes:
@@ -192,6 +199,11 @@ class Request:
     def allowed_cuts(self, downsets: Sequence[int]) -> Cuts:
         """Those of the downsets at which a stage may end."""
         return Cuts(self.planning, [downset for downset in downsets if self.allows(downset)])
+
+    @property
+    def room_for(self) -> str:
+        """Says whose `room` is."""
+        return "CUDA and NCCL" if self.process is None else "Python and torch"
 
     @property
     def left_for_model(self) -> float | None:

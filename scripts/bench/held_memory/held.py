@@ -1,0 +1,190 @@
+"""Is what a plan says a process holds what it holds?
+
+`python scripts/bench/held_memory/held.py [NAME ...]` profiles, plans and trains each model as a
+user does (pd-profile, pd-optimize, pd-train), on two processes or more, and prints for each rank
+what was planned and what was measured: the tensors, and what the process held.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+MOMENTUM = {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}
+ADAM = {"name": "AdamW", "args": {"lr": 0.0001}}
+OF = {"SGD": "momentum", "AdamW": "adam"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its data (a factory of held_models.py), and how it is planned and learns."""
+
+    model: dict[str, Any]
+    data: tuple[str, dict[str, Any]]
+    batch_size: int
+    optimizer: dict[str, Any]
+    planned: tuple[str, ...] = ()
+    loss: str = "cross_entropy"
+    microbatches: int = 1
+    minibatches: int = 16
+    machines: str = "2"
+
+    def config(self) -> dict[str, Any]:
+        factory, args = self.data
+        args = args | {"examples": self.minibatches * self.batch_size}
+        return {
+            "format": "pipedream-run/1",
+            "model": self.model,
+            "data": {"source": f"held_models:{factory}", "args": args},
+            "loss": self.loss,
+            "optimizer": self.optimizer,
+            "batch_size": self.batch_size,
+            "microbatches": self.microbatches,
+            "epochs": 1,
+        }
+
+
+def _of(source: str, **args: Any) -> dict[str, Any]:
+    return {"source": source, "args": args}
+
+
+NEXT_WORD = "held_models:next_word"
+_SMALL = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8}
+CASES = {
+    "resnet50, stashing": Case(
+        _of("torchvision:resnet50", num_classes=10), ("images", {"size": 96}), 16, MOMENTUM
+    ),
+    "mobilenet_v3_large, flush": Case(
+        _of("torchvision:mobilenet_v3_large", num_classes=10),
+        ("images", {"size": 128}),
+        16,
+        MOMENTUM,
+        ("--schedule", "flush", "--microbatches", "4"),
+        microbatches=4,
+    ),
+    "vgg11_bn, stashing": Case(
+        _of("torchvision:vgg11_bn", num_classes=10), ("images", {"size": 64}), 32, MOMENTUM
+    ),
+    "vit_small, 2bw": Case(
+        _of("timm:vit_small_patch16_224", num_classes=10, depth=8),
+        ("images", {"size": 224}),
+        8,
+        ADAM,
+        ("--schedule", "2bw", "--microbatches", "4"),
+        microbatches=4,
+    ),
+    "BERT, stashing": Case(
+        _of("transformers:BertForMaskedLM", **_SMALL, intermediate_size=2048, vocab_size=4000),
+        ("tokens", {"length": 128}),
+        8,
+        ADAM,
+        loss=NEXT_WORD,
+    ),
+    "GPT-2, stashing": Case(
+        _of("transformers:gpt2", n_layer=6, n_embd=512, n_head=8, vocab_size=4000),
+        ("tokens", {"length": 128}),
+        16,
+        ADAM,
+        loss=NEXT_WORD,
+    ),
+    "Llama, flush": Case(
+        _of("transformers:llama", **_SMALL, intermediate_size=1536, vocab_size=4000),
+        ("tokens", {"length": 256}),
+        4,
+        ADAM,
+        ("--schedule", "flush", "--microbatches", "4"),
+        NEXT_WORD,
+        microbatches=4,
+    ),
+    "MLP, stashing": Case(
+        _of("held_models:mlp", width=2048, layers=8), ("vectors", {"width": 2048}), 256, MOMENTUM
+    ),
+    "LSTM, stashing": Case(
+        _of("held_models:lstm"), ("tokens", {"length": 64}), 16, ADAM, loss=NEXT_WORD
+    ),
+    "resnet50, three": Case(
+        _of("torchvision:resnet50", num_classes=10),
+        ("images", {"size": 96}),
+        8,
+        MOMENTUM,
+        ("--replicas", "2,1"),
+        machines="3",
+    ),
+    "MLP, mesh": Case(
+        _of("held_models:mlp", width=2048, layers=8),
+        ("vectors", {"width": 2048}),
+        256,
+        MOMENTUM,
+        ("--mesh", "2"),
+        machines="2",
+    ),
+}
+
+
+def do(*command: object) -> None:
+    """Runs a command as a user would. Exits with what it said if it fails."""
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [Path(sys.executable).with_name(str(command[0])), *map(str, command[1:])],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{command}: {done.stderr[-3000:]}")
+
+
+def show(name: str, case: Case, folder: Path) -> None:
+    """Prints a line for each rank."""
+    config = folder / "run.yaml"
+    config.write_text(yaml.safe_dump(case.config()), encoding="utf-8")
+    graph, plan = folder / "profile" / "graph.txt", folder / "plan"
+    if not graph.exists():
+        do("pd-profile", config, "-o", folder / "profile", "--warmup", 1, "--repeats", 1)
+    cluster = ("--machines", case.machines, "--bandwidth", "10GB")
+    if "--mesh" in case.planned:
+        cluster = ("--machines", f"1,{case.machines}", "--bandwidth", "10GB,10GB")
+    elif "--replicas" not in case.planned:
+        cluster += ("--straight",)
+    more = ("--optimizer", OF[case.optimizer["name"]], *case.planned)
+    do("pd-optimize", graph, *cluster, *more, "-o", plan)
+    do("pd-train", plan / "plan.json", "--config", config, "--no-evaluate", "-o", folder / "run")
+    stages = json.loads((plan / "plan.json").read_text())["stages"]
+    print(name, flush=True)
+    for rank in json.loads((folder / "run" / "summary.json").read_text())["ranks"]:
+        planned, measured = rank["predicted_memory_bytes"], rank["peak_memory_bytes"]
+        items = stages[rank["stage"]]["memory"]
+        listed = ", ".join(f"{item} {size / 1e6:.1f}" for item, size in items.items())
+        print(
+            f"  rank {rank['rank']}: planned {planned / 1e6:7.1f} MB,"
+            f" measured {measured / 1e6:7.1f} MB, {planned / measured - 1:+.1%} ({listed})",
+            flush=True,
+        )
+
+
+def main(names: list[str]) -> None:
+    for name, case in CASES.items():
+        if not names or any(name.startswith(each) for each in names):
+            kept = os.environ.get("HELD_FOLDER")
+            if kept:
+                folder = Path(kept) / name.replace(", ", "-").replace(" ", "-")
+                folder.mkdir(parents=True, exist_ok=True)
+                show(name, case, folder)
+                continue
+            with tempfile.TemporaryDirectory() as temporary:
+                show(name, case, Path(temporary))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
