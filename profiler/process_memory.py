@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from pipedream.comm.device.memory import (
     reset_peak_resident,
     resident_bytes,
 )
+from pipedream.graph.model import Graph
 from pipedream.graph.profile import Footprint, ProfiledProcess
 
 _PASSES = 8
@@ -54,9 +56,7 @@ def process_memory(
     into memory, or the system does not say what a process holds. Buffers are restored.
     """
     passes = _Passes(captured, inputs)
-    saved = sum(each.saved for each in kept.values())
-    gradients = sum(each.nbytes for each in passes.learned)
-    needed = _IN_FLIGHT * saved + gradients + max(each.workspace for each in kept.values())
+    needed = _needed(captured.graph, kept)
     own = sum(tensor.nbytes for tensor in (*passes.state.values(), *inputs))
     give_back_freed()
     baseline = resident_bytes() - own
@@ -67,6 +67,22 @@ def process_memory(
         passes.run()
     overhead = growth.bytes / needed if needed > _FEWEST_BYTES else 1.0
     return ProfiledProcess(baseline_bytes=baseline, overhead=max(1.0, overhead))
+
+
+def _needed(graph: Graph, kept: Mapping[str, Footprint]) -> float:
+    """Returns the most bytes of tensors that the passes make: at some node of a backward pass, what
+    nodes before it have saved, gradients of those from there on, and its workspace; and all that
+    the minibatch behind has saved.
+    """
+    nodes = graph.order
+    saved = [kept[name].saved if name in kept else 0.0 for name in nodes]
+    parameters = [graph.nodes[name].parameter_bytes for name in nodes]
+    before, after = list(accumulate(saved)), [*accumulate(reversed(parameters)), 0.0][::-1]
+    most = max(
+        before[at] + after[at + 1] + (kept[name].workspace if name in kept else 0.0)
+        for at, name in enumerate(nodes)
+    )
+    return most + (_IN_FLIGHT - 1) * before[-1]
 
 
 @dataclass

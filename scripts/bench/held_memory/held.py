@@ -83,7 +83,7 @@ CASES = {
         microbatches=4,
     ),
     "BERT, stashing": Case(
-        _of("transformers:BertForMaskedLM", **_SMALL, intermediate_size=2048, vocab_size=4000),
+        _of("transformers:bert", **_SMALL, intermediate_size=2048, vocab_size=4000),
         ("tokens", {"length": 128}),
         8,
         ADAM,
@@ -164,11 +164,14 @@ def show(name: str, case: Case, folder: Path) -> None:
     print(name, flush=True)
     for rank in json.loads((folder / "run" / "summary.json").read_text())["ranks"]:
         planned, measured = rank["predicted_memory_bytes"], rank["peak_memory_bytes"]
+        expected, held = rank["predicted_process_bytes"] or 0.0, rank["process_memory_bytes"]
         items = stages[rank["stage"]]["memory"]
         listed = ", ".join(f"{item} {size / 1e6:.1f}" for item, size in items.items())
         print(
             f"  rank {rank['rank']}: planned {planned / 1e6:7.1f} MB,"
-            f" measured {measured / 1e6:7.1f} MB, {planned / measured - 1:+.1%} ({listed})",
+            f" measured {measured / 1e6:7.1f} MB, {planned / measured - 1:+.1%};"
+            f" process planned {expected / 1e6:7.1f} MB, held {held / 1e6:7.1f} MB,"
+            f" {expected / held - 1:+.1%} ({listed})",
             flush=True,
         )
 
