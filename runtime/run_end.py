@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def _sum_up(context: RankContext, recording: Recording, reports: list[dict[str, 
     also, measured = "", None
     if recording.epochs:
         _write_recording(job, recording, spent, reports)
-        measured = _write_measured(context, recording, spent)
+        measured = _write_measured(context, recording, spent, reports)
         also = "timeline.png, " + f"{MEASURED}, " * (measured is not None)
     summary = _summary(context, reports, spent) | _try_model(context)
     # Before summary.json, which says that the run is finished.
@@ -135,7 +136,10 @@ def _write_recording(
 
 
 def _write_measured(
-    context: RankContext, recording: Recording, spent: Utilisation
+    context: RankContext,
+    recording: Recording,
+    spent: Utilisation,
+    reports: Sequence[Mapping[str, Any]],
 ) -> MeasuredRun | None:
     """Writes measured.json, unless an epoch is one small minibatch. Returns what it wrote."""
     job, sizes = context.local.job, context.local.examples.sizes
@@ -145,6 +149,14 @@ def _write_measured(
     ranks = measured_ranks(epochs, range(span.first, min(span.last, whole)), job.plan)
     if not ranks:
         return None
+    peaks = {
+        report["rank"]: float(report["peak_memory_bytes"])
+        for report in reports
+        if report["predicted_memory_bytes"] is not None
+    }
+    ranks = tuple(
+        rank.model_copy(update={"peak_memory_bytes": peaks.get(rank.rank)}) for rank in ranks
+    )
     measured = MeasuredRun(
         device=job.device,
         threads=torch.get_num_threads(),

@@ -74,6 +74,7 @@ def _watched(context: RankContext) -> None:
 
 def _run(context: RankContext) -> None:
     local = context.local
+    keep_freed_memory()
     if local.job.evaluate_only:
         evaluate_only(context)
         dist.destroy_process_group()
@@ -81,7 +82,6 @@ def _run(context: RankContext) -> None:
     if local.rank_info.rank == 0:
         line = announcement(local.job, local.examples.minibatches)
         print(f"training: {line}", file=sys.stderr, flush=True)
-    keep_freed_memory()
     gc.freeze()  # what is there stays; to look through it again and again takes long
     try:
         with nullcontext() if context.display is None else context.display:

@@ -22,6 +22,9 @@ from pipedream.schedule.schedule import ORDERS
 FEWEST = 10
 """Fewer minibatches on a rank give no reliable median."""
 
+_FEWEST_BYTES = 32e6
+"""Of tensors that passes make: with fewer, what libraries take would be taken for gaps."""
+
 _RUN_TO_RUN = 0.01
 """Relative difference of a stage's time between runs, however many minibatches they have."""
 
@@ -111,6 +114,24 @@ class CalibrationRun:
         seconds = sum(update.median * self._speed(rank) for rank, update in steps)
         updated_bytes = sum(stages[rank.stage].parameter_bytes for rank, _ in steps)
         return (updated_bytes / seconds if seconds else 0.0) or None
+
+    @property
+    def overhead(self) -> float | None:
+        """Returns by which factor what passes allocate took more of a CPU's memory than planned of
+        tensors: the most of any rank. None on other devices, of ranks with several stages or little
+        memory, and of a run that was not as planned.
+        """
+        run, stages = self.measured, self.measured.plan.stages
+        known = run.device == "cpu" and len(run.ranks) == run.plan.workers
+        factors = []
+        for rank in run.ranks if known else ():
+            memory, peak = stages[rank.stage].memory, rank.peak_memory_bytes
+            if memory is None or peak is None:
+                continue
+            lasting = memory.weights + memory.buckets
+            if memory.tensors - lasting > _FEWEST_BYTES:
+                factors.append((peak - lasting) / (memory.tensors - lasting))
+        return max(factors, default=None)
 
     def passes(
         self, stage: int, overheads: TrainingOverheads | None = None

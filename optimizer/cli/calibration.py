@@ -53,9 +53,13 @@ class Calibration:
         return replace(found, works=[found._work(run.measured.plan, request) for run in runs])
 
     def corrected(self, request: Request) -> Request:
-        """The request with the times of the runs."""
+        """The request with the times of the runs, and what the allocator took in the newest."""
         if not self.runs:
             return request
+        factors = [run.overhead for run in self.runs if run.overhead is not None]
+        if factors and request.process is not None:
+            process = request.process.model_copy(update={"overhead": max(1.0, factors[-1])})
+            request = replace(request, process=process)
         graph = calibrated(request.graph, self.runs, self.profile, request.overheads, self.works)
         return replace(request, graph=graph)
 

@@ -82,19 +82,23 @@ CASES = {
         ("--schedule", "2bw", "--microbatches", "4"),
         microbatches=4,
     ),
-    "BERT, stashing": Case(
+    "BERT, flush": Case(
         _of("transformers:bert", **_SMALL, intermediate_size=2048, vocab_size=4000),
         ("tokens", {"length": 128}),
         8,
         ADAM,
-        loss=NEXT_WORD,
+        ("--schedule", "flush", "--microbatches", "4"),
+        NEXT_WORD,
+        microbatches=4,
     ),
-    "GPT-2, stashing": Case(
+    "GPT-2, flush": Case(
         _of("transformers:gpt2", n_layer=6, n_embd=512, n_head=8, vocab_size=4000),
         ("tokens", {"length": 128}),
         16,
         ADAM,
-        loss=NEXT_WORD,
+        ("--schedule", "flush", "--microbatches", "4"),
+        NEXT_WORD,
+        microbatches=4,
     ),
     "Llama, flush": Case(
         _of("transformers:llama", **_SMALL, intermediate_size=1536, vocab_size=4000),
