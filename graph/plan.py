@@ -119,8 +119,6 @@ class StageMemory(ArtifactModel):
     """What the stage has received, and what is on its way, input batches among it."""
     workspace: Amount
     """What the backward pass of one node needs in addition."""
-    buckets: Amount = 0.0
-    """Copies of the gradients that are added up over replicas."""
     allocator: Amount = 0.0
     """Gaps between blocks, freed blocks that are kept, and memory of libraries, as measured."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -26,7 +26,6 @@ from pipedream.graph.profile import Footprint, ProfiledProcess
 
 _PASSES = 8
 """With fewer the gaps between blocks have not come to what they will be."""
-_IN_FLIGHT = 2
 _FEWEST_BYTES = 32e6
 """Where passes need less, what libraries take at first use would be taken for the allocator's."""
 
@@ -49,68 +48,90 @@ def _growth() -> Iterator[_Growth]:
 def process_memory(
     captured: Captured, inputs: Sequence[Tensor], kept: Mapping[str, Footprint]
 ) -> ProfiledProcess | None:
-    """Runs passes of the whole model on the CPU as stages run them, the forward pass of a minibatch
-    before the backward pass of the one before it.
+    """Runs passes of both halves of the model on the CPU as two stages run them: in the first, the
+    forward pass of a minibatch comes before the backward pass of the one before it. What the
+    allocator adds is taken from the half where it is more.
 
     From here on the process keeps what it frees, as in training. None if the passes would not fit
     into memory, or the system does not say what a process holds. Buffers are restored.
     """
-    passes = _Passes(captured, inputs)
-    needed = _needed(captured.graph, kept)
-    own = sum(tensor.nbytes for tensor in (*passes.state.values(), *inputs))
+    first, second = _halves(captured, kept)
+    needed = _needed(captured.graph, first, kept, 2), _needed(captured.graph, second, kept, 1)
+    own = sum(tensor.nbytes for tensor in (*captured.module.state_dict().values(), *inputs))
     give_back_freed()
     baseline = resident_bytes() - own
     keep_freed_memory()
-    if baseline <= 0 or 2 * needed > free_memory(torch.device("cpu")):
+    if baseline <= 0 or 2 * sum(needed) > free_memory(torch.device("cpu")):
         return None
-    with preserve_model_state(captured), torch.enable_grad(), _growth() as growth:
-        passes.run()
-    overhead = growth.bytes / needed if needed > _FEWEST_BYTES else 1.0
-    return ProfiledProcess(baseline_bytes=baseline, overhead=max(1.0, overhead))
+    values = captured.on_device(inputs, torch.device("cpu"))
+    factors = [1.0]
+    with preserve_model_state(captured), torch.enable_grad():
+        for nodes, bytes_needed, in_flight in zip((first, second), needed, (2, 1), strict=True):
+            if not nodes:
+                continue
+            passes = _Passes(captured, nodes, values)
+            values = passes.outputs()
+            with _growth() as growth:
+                passes.run(in_flight)
+            if bytes_needed > _FEWEST_BYTES:
+                factors.append(growth.bytes / bytes_needed)
+    return ProfiledProcess(baseline_bytes=baseline, overhead=max(factors))
 
 
-def _needed(graph: Graph, kept: Mapping[str, Footprint]) -> float:
-    """Returns the most bytes of tensors that the passes make: at some node of a backward pass, what
-    nodes before it have saved, gradients of those from there on, and its workspace; and all that
-    the minibatch behind has saved.
+def _halves(
+    captured: Captured, kept: Mapping[str, Footprint]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Divides the nodes in their order, at half of what they save."""
+    nodes = list(captured.working)
+    saved = list(accumulate(kept[name].saved for name in nodes))
+    middle = sum(each <= saved[-1] / 2 for each in saved)
+    return nodes[:middle], nodes[middle:]
+
+
+def _needed(
+    graph: Graph, nodes: Sequence[str], kept: Mapping[str, Footprint], in_flight: int
+) -> float:
+    """Returns the most bytes of tensors that passes of these nodes make: at some node of a backward
+    pass, what nodes up to it have saved, gradients of those after it, and its workspace; and all
+    that the minibatches behind have saved.
     """
-    nodes = graph.order
-    saved = [kept[name].saved if name in kept else 0.0 for name in nodes]
-    parameters = [graph.nodes[name].parameter_bytes for name in nodes]
-    before, after = list(accumulate(saved)), [*accumulate(reversed(parameters)), 0.0][::-1]
-    most = max(
-        before[at] + after[at + 1] + (kept[name].workspace if name in kept else 0.0)
-        for at, name in enumerate(nodes)
-    )
-    return most + (_IN_FLIGHT - 1) * before[-1]
+    saved = list(accumulate(kept[name].saved for name in nodes))
+    sizes = [graph.nodes[name].parameter_bytes for name in reversed(nodes)]
+    gradients = list(accumulate(sizes, initial=0.0))
+    workspaces = [kept[name].workspace for name in nodes]
+    moments = zip(saved, reversed(gradients[:-1]), workspaces, strict=True)
+    return max(map(sum, moments), default=0.0) + (in_flight - 1) * (saved[-1] if saved else 0.0)
 
 
-@dataclass
 class _Passes:
-    """The model as one stage."""
+    """Some nodes of the model as a stage. `values`: those that it reads, among others."""
 
-    captured: Captured
-    inputs: Sequence[Tensor]
-    learned: list[Tensor] = field(init=False)
+    def __init__(
+        self, captured: Captured, nodes: Sequence[str], values: Mapping[str, Tensor]
+    ) -> None:
+        self.part = segment(captured, nodes, keep=captured.outputs)
+        learned = [each for each in self.part.state.values() if each.requires_grad]
+        self.values, self.given = values, [values[name] for name in self.part.inputs]
+        for name, value in zip(self.part.inputs, self.given, strict=True):
+            value.requires_grad_(captured.values[name].requires_grad)
+        self.wanted = [*learned, *(each for each in self.given if each.requires_grad)]
 
-    def __post_init__(self) -> None:
-        self.part = segment(self.captured, self.captured.working, keep=self.captured.outputs)
-        self.state = self.part.state
-        self.learned = [each for each in self.state.values() if each.requires_grad]
-        self.values = self.captured.on_device(self.inputs, torch.device("cpu"))
+    def outputs(self) -> dict[str, Tensor]:
+        """Returns what it reads and computes, by name."""
+        with torch.no_grad():
+            results = self.part.module(*self.given)
+        return {**self.values, **dict(zip(self.part.outputs, results, strict=True))}
 
-    def run(self) -> None:
-        in_flight = deque([self._forward()])
+    def run(self, in_flight: int) -> None:
+        ends = deque(self._forward() for _ in range(in_flight - 1))
         for _ in range(_PASSES):
-            in_flight.append(self._forward())
-            self._backward(in_flight.popleft())
+            ends.append(self._forward())
+            self._backward(ends.popleft())
 
     def _forward(self) -> list[Tensor]:
-        given = [self.values[name] for name in self.part.inputs]
-        results = self.part.module(*given)
-        return [each for each in results if each.requires_grad]
+        return [each for each in self.part.module(*self.given) if each.requires_grad]
 
     def _backward(self, ends: Sequence[Tensor]) -> None:
         gradients = [torch.ones_like(end) for end in ends]
-        if ends and self.learned:
-            torch.autograd.grad(ends, self.learned, gradients, allow_unused=True)
+        if ends and self.wanted:
+            torch.autograd.grad(ends, self.wanted, gradients, allow_unused=True)

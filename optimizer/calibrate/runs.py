@@ -128,7 +128,7 @@ class CalibrationRun:
             memory, peak = stages[rank.stage].memory, rank.peak_memory_bytes
             if memory is None or peak is None:
                 continue
-            lasting = memory.weights + memory.buckets
+            lasting = memory.weights
             if memory.tensors - lasting > _FEWEST_BYTES:
                 factors.append((peak - lasting) / (memory.tensors - lasting))
         return max(factors, default=None)

@@ -111,9 +111,7 @@ class MemoryModel:
         moments = range(max(moment) + 1)
         return np.array([self.cuts.sum(np.where(moment == m, values, 0.0)) for m in moments])
 
-    def total(
-        self, start: int, ends: States, peak: Peak, recompute: bool, replicated: bool = False
-    ) -> Floats:
+    def total(self, start: int, ends: States, peak: Peak, recompute: bool) -> Floats:
         """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
         if self._last[0] != start:  # a search asks for one start many times in a row
             varying = np.asarray(sum(self._varying_parts(start, slice(None)))).max(axis=0)
@@ -127,13 +125,11 @@ class MemoryModel:
             + self.settings.read_ahead * self.cuts.bytes_input(start)[ends]
             + varying[ends]
         )
-        held = 1 + copies.older + copies.state + replicated
+        held = 1 + copies.older + copies.state
         return np.asarray(held * parameters[ends] + self.settings.overhead * passing)
 
-    def of(
-        self, start: int, end: int, peak: Peak, recompute: bool, replicated: bool = False
-    ) -> StageMemory:
-        """The items of one stage; a `replicated` one adds gradients up in buckets, which last.
+    def of(self, start: int, end: int, peak: Peak, recompute: bool) -> StageMemory:
+        """The items of one stage.
 
         Gradients last from a backward pass to its update; with schedules that make one update per
         several minibatches, for the whole round. Each minibatch in flight keeps what the stage
@@ -158,7 +154,6 @@ class MemoryModel:
             "weight_versions": copies.older * parameters,
             "optimizer_state": copies.state * parameters,
             **passing,
-            "buckets": replicated * parameters,
             "allocator": (self.settings.overhead - 1) * np.asarray(sum(passing.values())),
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
@@ -239,7 +234,7 @@ class HeldBytes:
             return HeldBytes()
         saved = 0.0 if recompute else memory.activations
         return HeldBytes(
-            always=memory.parameters + memory.optimizer_state + memory.buckets + memory.allocator,
+            always=memory.parameters + memory.optimizer_state + memory.allocator,
             version=memory.weight_versions / max(1, peak.versions - 1),
             minibatch=(memory.inputs + saved) / peak.in_flight,
             backward=memory.workspace

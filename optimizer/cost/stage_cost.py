@@ -81,24 +81,20 @@ class MemoryLimit:
         """The limit with the memory of this device."""
         return replace(self, bytes=device.memory)
 
-    def fits(
-        self, start: int, ends: States, peak: Peak, recompute: bool, replicated: bool = False
-    ) -> Bools:
-        return self.memory.total(start, ends, peak, recompute, replicated) <= self.bytes
+    def fits(self, start: int, ends: States, peak: Peak, recompute: bool) -> Bools:
+        return self.memory.total(start, ends, peak, recompute) <= self.bytes
 
-    def choose(
-        self, start: int, ends: States, peak: Peak, last: bool, replicated: bool = False
-    ) -> tuple[Bools, Bools]:
+    def choose(self, start: int, ends: States, peak: Peak, last: bool) -> tuple[Bools, Bools]:
         """For each stage whether it fits at all, and whether it recomputes.
 
         `last`: the stages end the pipeline.
         """
         allowed = not last and self.recompute != "never"
         plain = not (allowed and self.recompute == "always")
-        fits = self.fits(start, ends, peak, not plain, replicated)
+        fits = self.fits(start, ends, peak, recompute=not plain)
         if not (allowed and plain) or fits.all():
             return fits, np.full_like(fits, not plain)
-        return fits | self.fits(start, ends, peak, True, replicated), ~fits
+        return fits | self.fits(start, ends, peak, recompute=True), ~fits
 
 
 class Priced(ABC):

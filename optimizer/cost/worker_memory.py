@@ -121,8 +121,6 @@ def _of_stage(
     device = types.worst_of_machines(stage.machines)
     if limit is not None:
         end = slice(stage.end, stage.end + 1)
-        replicated = stage.replicas > 1
-        chosen = limit.on(device).choose(stage.start, end, peak, last, replicated)
-        recompute = bool(chosen[1][0])
-    items = memory.of(stage.start, stage.end, peak, recompute, stage.replicas > 1)
+        recompute = bool(limit.on(device).choose(stage.start, end, peak, last)[1][0])
+    items = memory.of(stage.start, stage.end, peak, recompute)
     return WorkerMemory(peak, in_flight[position], recompute, items, device)

@@ -38,11 +38,10 @@ _ITEMS = {
     "activations": "activations",
     "inputs": "received",
     "workspace": "work-\nspace",
-    "buckets": "buckets",
     "allocator": "allo-\ncator",
 }
 """The items of `StageMemory`, as the columns of the table are called."""
-_RARE_ITEMS = ("buckets", "allocator")
+_RARE_ITEMS = ("allocator",)
 """Without a column where no stage has any."""
 _NARROW = 100  # columns; tables are set closer on fewer
 

@@ -181,7 +181,7 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
 def _items(worker: WorkerMemory, request: Request) -> str:
     """The items of a worker's memory in two groups, in words, and what is not its own."""
     memory, count, room = worker.memory, worker.peak.in_flight, request.room
-    weights = memory.weights + memory.gradients + memory.buckets
+    weights = memory.weights + memory.gradients
     passing = memory.activations + memory.inputs + memory.workspace + memory.allocator
     plural = "" if count == 1 else "es"
     return (
