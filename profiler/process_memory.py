@@ -111,7 +111,8 @@ class _Passes:
     ) -> None:
         self.part = segment(captured, nodes, keep=captured.outputs)
         learned = [each for each in self.part.state.values() if each.requires_grad]
-        self.values, self.given = values, [values[name] for name in self.part.inputs]
+        self.values = values
+        self.given = [values[name].detach() for name in self.part.inputs]
         for name, value in zip(self.part.inputs, self.given, strict=True):
             value.requires_grad_(captured.values[name].requires_grad)
         self.wanted = [*learned, *(each for each in self.given if each.requires_grad)]

@@ -181,16 +181,11 @@ def show(name: str, case: Case, folder: Path) -> None:
 
 
 def main(names: list[str]) -> None:
-    for name, case in CASES.items():
-        if not names or any(name.startswith(each) for each in names):
-            kept = os.environ.get("HELD_FOLDER")
-            if kept:
-                folder = Path(kept) / name.replace(", ", "-").replace(" ", "-")
-                folder.mkdir(parents=True, exist_ok=True)
-                show(name, case, folder)
-                continue
-            with tempfile.TemporaryDirectory() as temporary:
-                show(name, case, Path(temporary))
+    """Shows the cases whose names begin so, in this order; all without names."""
+    chosen = [case for each in names or [""] for case in CASES if case.startswith(each)]
+    for name in dict.fromkeys(chosen):
+        with tempfile.TemporaryDirectory() as folder:
+            show(name, CASES[name], Path(folder))
 
 
 if __name__ == "__main__":
