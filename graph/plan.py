@@ -128,6 +128,11 @@ class StageMemory(ArtifactModel):
         return self.parameters + self.weight_versions + self.optimizer_state
 
     @property
+    def passing(self) -> float:
+        """Returns the bytes that come and go with each minibatch, but for gradients."""
+        return self.activations + self.inputs + self.workspace
+
+    @property
     def tensors(self) -> float:
         """Returns the bytes of tensors alone."""
         return self.total - self.allocator

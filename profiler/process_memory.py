@@ -50,32 +50,37 @@ def process_memory(
 ) -> ProfiledProcess | None:
     """Runs passes of both halves of the model on the CPU as two stages run them: in the first, the
     forward pass of a minibatch comes before the backward pass of the one before it. What the
-    allocator adds is taken from the half where it is more.
+    allocator adds is counted for what is saved and for workspaces; gradients of parameters find
+    room that those of the minibatch before have left.
 
     From here on the process keeps what it frees, as in training. None if the passes would not fit
     into memory, or the system does not say what a process holds. Buffers are restored.
     """
     first, second = _halves(captured, kept)
-    needed = _needed(captured.graph, first, kept, 2), _needed(captured.graph, second, kept, 1)
+    needed = [
+        _needed(captured.graph, nodes, kept, in_flight)
+        for nodes, in_flight in ((first, 2), (second, 1))
+    ]
     own = sum(tensor.nbytes for tensor in (*captured.module.state_dict().values(), *inputs))
     give_back_freed()
     baseline = resident_bytes() - own
     keep_freed_memory()
-    if baseline <= 0 or 2 * sum(needed) > free_memory(torch.device("cpu")):
+    if baseline <= 0 or 2 * sum(map(sum, needed)) > free_memory(torch.device("cpu")):
         return None
     values = captured.on_device(inputs, torch.device("cpu"))
-    factors = [1.0]
+    grown = 0.0
     with preserve_model_state(captured), torch.enable_grad():
-        for nodes, bytes_needed, in_flight in zip((first, second), needed, (2, 1), strict=True):
+        for nodes, (_, gradients), in_flight in zip((first, second), needed, (2, 1), strict=True):
             if not nodes:
                 continue
             passes = _Passes(captured, nodes, values)
             values = passes.outputs()
             with _growth() as growth:
                 passes.run(in_flight)
-            if bytes_needed > _FEWEST_BYTES:
-                factors.append(growth.bytes / bytes_needed)
-    return ProfiledProcess(baseline_bytes=baseline, overhead=max(factors))
+            grown += growth.bytes - gradients
+    passing = sum(each for each, _ in needed)
+    overhead = max(1.0, grown / passing) if passing > _FEWEST_BYTES else 1.0
+    return ProfiledProcess(baseline_bytes=baseline, overhead=overhead)
 
 
 def _halves(
@@ -90,17 +95,19 @@ def _halves(
 
 def _needed(
     graph: Graph, nodes: Sequence[str], kept: Mapping[str, Footprint], in_flight: int
-) -> float:
-    """Returns the most bytes of tensors that passes of these nodes make: at some node of a backward
-    pass, what nodes up to it have saved, gradients of those after it, and its workspace; and all
-    that the minibatches behind have saved.
+) -> tuple[float, float]:
+    """Returns what passes of these nodes have at most: what was saved with a workspace, and
+    gradients. At some node of a backward pass these are what nodes up to it have saved, gradients
+    of those after it, and its workspace; and all that the minibatches behind have saved.
     """
     saved = list(accumulate(kept[name].saved for name in nodes))
     sizes = [graph.nodes[name].parameter_bytes for name in reversed(nodes)]
     gradients = list(accumulate(sizes, initial=0.0))
     workspaces = [kept[name].workspace for name in nodes]
-    moments = zip(saved, reversed(gradients[:-1]), workspaces, strict=True)
-    return max(map(sum, moments), default=0.0) + (in_flight - 1) * (saved[-1] if saved else 0.0)
+    passing = map(sum, zip(saved, workspaces, strict=True))
+    moments = zip(passing, reversed(gradients[:-1]), strict=True)
+    most, learned = max(moments, key=sum, default=(0.0, 0.0))
+    return most + (in_flight - 1) * (saved[-1] if saved else 0.0), learned
 
 
 class _Passes:

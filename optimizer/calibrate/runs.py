@@ -117,7 +117,7 @@ class CalibrationRun:
 
     @property
     def overhead(self) -> float | None:
-        """Returns by which factor what passes allocate took more of a CPU's memory than planned of
+        """Returns by which factor what passes keep and need took more of a CPU's memory than planned of
         tensors: the most of any rank. None on other devices, of ranks with several stages or little
         memory, and of a run that was not as planned.
         """
@@ -128,9 +128,8 @@ class CalibrationRun:
             memory, peak = stages[rank.stage].memory, rank.peak_memory_bytes
             if memory is None or peak is None:
                 continue
-            lasting = memory.weights
-            if memory.tensors - lasting > _FEWEST_BYTES:
-                factors.append((peak - lasting) / (memory.tensors - lasting))
+            if memory.passing > _FEWEST_BYTES:
+                factors.append((peak - memory.weights - memory.gradients) / memory.passing)
         return max(factors, default=None)
 
     def passes(

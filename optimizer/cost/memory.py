@@ -46,8 +46,8 @@ class TrainingSettings:
     `microbatches` make one update, for schedules that make one per several minibatches. With
     `weight_prediction` (weight stashing only) the older versions of a stage that is not the last
     are replaced by predicted weights, one copy per minibatch in flight, and the last step of the
-    optimizer is kept, one more tensor per parameter. `overhead`: by which factor what passes
-    allocate and free takes more of a device than its bytes; `read_ahead`: minibatches that are read
+    optimizer is kept, one more tensor per parameter. `overhead`: by which factor what comes and
+    goes with each minibatch, but for gradients, takes more of a device than its bytes; `read_ahead`: minibatches that are read
     before they are asked for.
     """
 
@@ -114,19 +114,16 @@ class MemoryModel:
     def total(self, start: int, ends: States, peak: Peak, recompute: bool) -> Floats:
         """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
         if self._last[0] != start:  # a search asks for one start many times in a row
-            varying = np.asarray(sum(self._varying_parts(start, slice(None)))).max(axis=0)
+            varying = self._on_device(*self._varying_parts(start, slice(None))).max(axis=0)
             self._last = start, (*self._amounts(start, slice(None)), varying)
         parameters, saved, received, sent, varying = self._last[1]
         copies = self._copies(peak, recompute)
-        passing = (
-            copies.saved * saved[ends]
-            + copies.received * received[ends]
-            + sent[ends]
-            + self.settings.read_ahead * self.cuts.bytes_input(start)[ends]
+        passing = copies.saved * saved[ends] + copies.received * received[ends] + sent[ends]
+        return np.asarray(
+            (1 + copies.older + copies.state) * parameters[ends]
+            + self.settings.overhead * passing
             + varying[ends]
         )
-        held = 1 + copies.older + copies.state
-        return np.asarray(held * parameters[ends] + self.settings.overhead * passing)
 
     def of(self, start: int, end: int, peak: Peak, recompute: bool) -> StageMemory:
         """The items of one stage.
@@ -140,32 +137,37 @@ class MemoryModel:
         parameters, saved, received, sent = self._amounts(start, ends)
         copies = self._copies(peak, recompute)
         parts = self._varying_parts(start, ends)
-        at = np.asarray(sum(parts)).argmax(axis=0)[None]
+        at = self._on_device(*parts).argmax(axis=0)[None]
         oldest, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
-        ahead = self.settings.read_ahead * self.cuts.bytes_input(start)[ends]
-        passing = {
-            "gradients": gradients,
-            "activations": copies.saved * saved + oldest,
-            "inputs": copies.received * received + sent + ahead,
-            "workspace": workspace,
-        }
+        activations = copies.saved * saved + oldest
+        inputs = copies.received * received + sent
         items = {
             "parameters": parameters,
             "weight_versions": copies.older * parameters,
             "optimizer_state": copies.state * parameters,
-            **passing,
-            "allocator": (self.settings.overhead - 1) * np.asarray(sum(passing.values())),
+            "gradients": gradients,
+            "activations": activations,
+            "inputs": inputs,
+            "workspace": workspace,
+            "allocator": (self.settings.overhead - 1) * (activations + inputs + workspace),
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
+    def _on_device(self, oldest: Floats, gradients: Floats, workspace: Floats) -> Floats:
+        """The sum of parts that vary, with what the allocator adds to all but gradients."""
+        return np.asarray(self.settings.overhead * (oldest + workspace) + gradients)
+
     def _amounts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats, Floats]:
-        """Bytes of parameters, and of what a minibatch saves, receives and sends."""
+        """Bytes of parameters, of what a minibatch saves and receives, and of what is sent and read
+        ahead, once.
+        """
         own = self._parameters[-1, ends] - self._parameters[-1, start]
+        ahead = self.cuts.bytes_input(start)[ends]
         return (
             own + self.cuts.copied_bytes(start)[ends],
             self._saved[-1, ends] - self._saved[-1, start],
             self.cuts.bytes_received(start)[ends],
-            self.cuts.bytes_across[ends],
+            self.cuts.bytes_across[ends] + self.settings.read_ahead * ahead,
         )
 
     def _copies(self, peak: Peak, recompute: bool) -> _Copies:

@@ -56,7 +56,25 @@ def test_weight_stashing_keeps_a_version_for_each_minibatch(graph):
         "activations": 3 * 120,
         "inputs": 120,  # the gradients of what the stage has sent: of a's output and b's
         "workspace": 10,
+        "allocator": 0,
     }
+
+
+def test_what_passes_allocate_takes_more_of_a_device_and_weights_and_gradients_do_not(graph):
+    plain = items(MemoryModel(cuts_of(graph), TrainingSettings("2bw", "adam")), 0, 2, 3)
+    settings = TrainingSettings("2bw", "adam", overhead=1.25)
+    found = items(MemoryModel(cuts_of(graph), settings), 0, 2, 3)
+    passing = ("activations", "inputs", "workspace")
+    assert found == plain | {"allocator": sum(plain[name] for name in passing) / 4}
+
+
+def test_minibatches_read_ahead_are_those_of_the_stages_that_read_an_input(make_graph):
+    graph = make_graph("in a b", "in-a a-b", a=(1, 5, 30), b=(1, 45, 7))
+    graph = graph.with_nodes([Node(id="in", description="Input0")])
+    kept = {"in": Footprint(0, 0, 9), "a": Footprint(1000, 33), "b": Footprint(200, 44)}
+    held = MemoryModel(cuts_of(graph, kept), TrainingSettings(read_ahead=2))
+    assert items(held, 0, 1, 2)["inputs"] == (3 + 2) * 9 + 5
+    assert items(held, 1, 2, 1)["inputs"] == 2 * 5
 
 
 def test_flush_keeps_one_version_and_gradients_all_the_time(graph):
