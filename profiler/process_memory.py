@@ -26,7 +26,7 @@ from pipedream.graph.profile import Footprint, ProfiledProcess
 
 _PASSES = 8
 """With fewer the gaps between blocks have not come to what they will be."""
-_FEWEST_BYTES = 32e6
+_FEWEST_BYTES = 64e6
 """Where passes need less, what libraries take at first use would be taken for the allocator's."""
 
 
@@ -50,8 +50,8 @@ def process_memory(
 ) -> ProfiledProcess | None:
     """Runs passes of both halves of the model on the CPU as two stages run them: in the first, the
     forward pass of a minibatch comes before the backward pass of the one before it. What the
-    allocator adds is counted for what is saved and for workspaces; gradients of parameters find
-    room that those of the minibatch before have left.
+    allocator adds is counted for what is saved; gradients of parameters and workspaces find room
+    that those of the minibatch before have left.
 
     From here on the process keeps what it frees, as in training. None if the passes would not fit
     into memory, or the system does not say what a process holds. Buffers are restored.
@@ -70,14 +70,14 @@ def process_memory(
     values = captured.on_device(inputs, torch.device("cpu"))
     grown = 0.0
     with preserve_model_state(captured), torch.enable_grad():
-        for nodes, (_, gradients), in_flight in zip((first, second), needed, (2, 1), strict=True):
+        for nodes, (_, rest), in_flight in zip((first, second), needed, (2, 1), strict=True):
             if not nodes:
                 continue
             passes = _Passes(captured, nodes, values)
             values = passes.outputs()
             with _growth() as growth:
                 passes.run(in_flight)
-            grown += growth.bytes - gradients
+            grown += growth.bytes - rest
     passing = sum(each for each, _ in needed)
     overhead = max(1.0, grown / passing) if passing > _FEWEST_BYTES else 1.0
     return ProfiledProcess(baseline_bytes=baseline, overhead=overhead)
@@ -96,18 +96,18 @@ def _halves(
 def _needed(
     graph: Graph, nodes: Sequence[str], kept: Mapping[str, Footprint], in_flight: int
 ) -> tuple[float, float]:
-    """Returns what passes of these nodes have at most: what was saved with a workspace, and
-    gradients. At some node of a backward pass these are what nodes up to it have saved, gradients
+    """Returns what passes of these nodes have at most: what was saved, and gradients with a
+    workspace. At some node of a backward pass these are what nodes up to it have saved, gradients
     of those after it, and its workspace; and all that the minibatches behind have saved.
     """
     saved = list(accumulate(kept[name].saved for name in nodes))
     sizes = [graph.nodes[name].parameter_bytes for name in reversed(nodes)]
     gradients = list(accumulate(sizes, initial=0.0))
     workspaces = [kept[name].workspace for name in nodes]
-    passing = map(sum, zip(saved, workspaces, strict=True))
-    moments = zip(passing, reversed(gradients[:-1]), strict=True)
-    most, learned = max(moments, key=sum, default=(0.0, 0.0))
-    return most + (in_flight - 1) * (saved[-1] if saved else 0.0), learned
+    learned = map(sum, zip(reversed(gradients[:-1]), workspaces, strict=True))
+    moments = zip(saved, learned, strict=True)
+    most, rest = max(moments, key=sum, default=(0.0, 0.0))
+    return most + (in_flight - 1) * (saved[-1] if saved else 0.0), rest
 
 
 class _Passes:

@@ -22,8 +22,8 @@ from pipedream.schedule.schedule import ORDERS
 FEWEST = 10
 """Fewer minibatches on a rank give no reliable median."""
 
-_FEWEST_BYTES = 32e6
-"""Of tensors that passes make: with fewer, what libraries take would be taken for gaps."""
+_FEWEST_BYTES = 64e6
+"""Of tensors that passes keep: with fewer, what libraries take would be taken for gaps."""
 
 _RUN_TO_RUN = 0.01
 """Relative difference of a stage's time between runs, however many minibatches they have."""
@@ -117,9 +117,9 @@ class CalibrationRun:
 
     @property
     def overhead(self) -> float | None:
-        """Returns by which factor what passes keep and need took more of a CPU's memory than planned of
-        tensors: the most of any rank. None on other devices, of ranks with several stages or little
-        memory, and of a run that was not as planned.
+        """Returns by which factor what passes keep and need took more of a CPU's memory than was
+        planned of tensors: the most of any rank. None on other devices, of ranks with several
+        stages or little memory, and of a run that was not as planned.
         """
         run, stages = self.measured, self.measured.plan.stages
         known = run.device == "cpu" and len(run.ranks) == run.plan.workers
@@ -129,7 +129,8 @@ class CalibrationRun:
             if memory is None or peak is None:
                 continue
             if memory.passing > _FEWEST_BYTES:
-                factors.append((peak - memory.weights - memory.gradients) / memory.passing)
+                passing = peak - memory.weights - memory.gradients - memory.workspace
+                factors.append(passing / memory.passing)
         return max(factors, default=None)
 
     def passes(

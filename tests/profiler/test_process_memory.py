@@ -30,23 +30,23 @@ def test_the_most_is_at_the_node_where_saved_bytes_and_gradients_add_up_to_most(
     assert parameters == [24, 0, 24, 0, 16]
     kept = dict(zip(nodes, map(Footprint, (5, 10, 0, 20, 1), (1, 1, 40, 1, 1)), strict=True))
     # At the third node 15 are saved, 16 of the last one's gradients are there, and 40 needed.
-    assert _needed(graph, nodes, kept, 1) == (15 + 40, 16)
-    assert _needed(graph, nodes, kept, 3) == (15 + 40 + 2 * 36, 16)
-    assert _needed(graph, nodes[:2], kept, 1) == (15 + 1, 0)
+    assert _needed(graph, nodes, kept, 1) == (15, 16 + 40)
+    assert _needed(graph, nodes, kept, 3) == (15 + 2 * 36, 16 + 40)
+    assert _needed(graph, nodes[:2], kept, 1) == (15, 1)
     assert _needed(graph, (), kept, 2) == (0, 0)
     assert _halves(captured, kept) == (list(nodes[:3]), list(nodes[3:]))
 
 
 def test_a_process_holds_more_than_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each half needs 40 MB and more, of 2 MB blocks, and buffers are what they were."""
-    captured, inputs = of_layers(512, 1024, 16)
+    """Each half saves more than 64 MB, and buffers are what they were."""
+    captured, inputs = of_layers(512, 4096, 16)
     kept = footprints(captured, (inputs,), CPU)
     before = {name: each.clone() for name, each in captured.module.named_buffers()}
     found = process_memory(captured, (inputs,), kept)
     assert found is not None
     assert found.baseline_bytes > 100e6
-    assert 1 <= found.overhead < 2
+    assert 1 < found.overhead < 6  # until 2.38 glibc seldom reuses aligned blocks
     for name, buffer in captured.module.named_buffers():
         assert torch.equal(buffer, before[name]), name
-    monkeypatch.setattr(measured, "free_memory", lambda device: 50e6)
+    monkeypatch.setattr(measured, "free_memory", lambda device: 100e6)
     assert process_memory(captured, (inputs,), kept) is None
