@@ -129,8 +129,8 @@ class StageMemory(ArtifactModel):
 
     @property
     def passing(self) -> float:
-        """Returns the bytes that are kept of minibatches, to which the allocator adds."""
-        return self.activations + self.inputs
+        """Returns the bytes that come and go with minibatches, to which the allocator adds."""
+        return self.gradients + self.activations + self.inputs + self.workspace
 
     @property
     def tensors(self) -> float:

@@ -26,6 +26,7 @@ from pipedream.graph.profile import Footprint, ProfiledProcess
 
 _PASSES = 8
 """With fewer the gaps between blocks have not come to what they will be."""
+_IN_FLIGHT = 2
 _FEWEST_BYTES = 64e6
 """Where passes need less, what libraries take at first use would be taken for the allocator's."""
 
@@ -48,49 +49,26 @@ def _growth() -> Iterator[_Growth]:
 def process_memory(
     captured: Captured, inputs: Sequence[Tensor], kept: Mapping[str, Footprint]
 ) -> ProfiledProcess | None:
-    """Runs passes of both halves of the model on the CPU as two stages run them: in the first, the
-    forward pass of a minibatch comes before the backward pass of the one before it. What the
-    allocator adds is counted for what is saved; gradients of parameters and workspaces find room
-    that those of the minibatch before have left.
+    """Runs passes of the whole model on the CPU as a stage runs them, the forward pass of a
+    minibatch before the backward pass of the one before it.
 
     From here on the process keeps what it frees, as in training. None if the passes would not fit
     into memory, or the system does not say what a process holds. Buffers are restored.
     """
-    first, second = _halves(captured, kept)
-    needed = [
-        _needed(captured.graph, nodes, kept, in_flight)
-        for nodes, in_flight in ((first, 2), (second, 1))
-    ]
+    needed = sum(_needed(captured.graph, captured.working, kept, _IN_FLIGHT))
     own = sum(tensor.nbytes for tensor in (*captured.module.state_dict().values(), *inputs))
     give_back_freed()
     baseline = resident_bytes() - own
     keep_freed_memory()
-    if baseline <= 0 or 2 * sum(map(sum, needed)) > free_memory(torch.device("cpu")):
+    if baseline <= 0 or 2 * needed > free_memory(torch.device("cpu")):
         return None
     values = captured.on_device(inputs, torch.device("cpu"))
-    grown = 0.0
     with preserve_model_state(captured), torch.enable_grad():
-        for nodes, (_, rest), in_flight in zip((first, second), needed, (2, 1), strict=True):
-            if not nodes:
-                continue
-            passes = _Passes(captured, nodes, values)
-            values = passes.outputs()
-            with _growth() as growth:
-                passes.run(in_flight)
-            grown += growth.bytes - rest
-    passing = sum(each for each, _ in needed)
-    overhead = max(1.0, grown / passing) if passing > _FEWEST_BYTES else 1.0
+        passes = _Passes(captured, captured.working, values)
+        with _growth() as growth:
+            passes.run(_IN_FLIGHT)
+    overhead = max(1.0, growth.bytes / needed) if needed > _FEWEST_BYTES else 1.0
     return ProfiledProcess(baseline_bytes=baseline, overhead=overhead)
-
-
-def _halves(
-    captured: Captured, kept: Mapping[str, Footprint]
-) -> tuple[Sequence[str], Sequence[str]]:
-    """Divides the nodes in their order, at half of what they save."""
-    nodes = list(captured.working)
-    saved = list(accumulate(kept[name].saved for name in nodes))
-    middle = sum(each <= saved[-1] / 2 for each in saved)
-    return nodes[:middle], nodes[middle:]
 
 
 def _needed(
@@ -118,17 +96,10 @@ class _Passes:
     ) -> None:
         self.part = segment(captured, nodes, keep=captured.outputs)
         learned = [each for each in self.part.state.values() if each.requires_grad]
-        self.values = values
         self.given = [values[name].detach() for name in self.part.inputs]
         for name, value in zip(self.part.inputs, self.given, strict=True):
             value.requires_grad_(captured.values[name].requires_grad)
         self.wanted = [*learned, *(each for each in self.given if each.requires_grad)]
-
-    def outputs(self) -> dict[str, Tensor]:
-        """Returns what it reads and computes, by name."""
-        with torch.no_grad():
-            results = self.part.module(*self.given)
-        return {**self.values, **dict(zip(self.part.outputs, results, strict=True))}
 
     def run(self, in_flight: int) -> None:
         ends = deque(self._forward() for _ in range(in_flight - 1))

@@ -129,8 +129,7 @@ class CalibrationRun:
             if memory is None or peak is None:
                 continue
             if memory.passing > _FEWEST_BYTES:
-                passing = peak - memory.weights - memory.gradients - memory.workspace
-                factors.append(passing / memory.passing)
+                factors.append((peak - memory.weights) / memory.passing)
         return max(factors, default=None)
 
     def passes(

@@ -47,7 +47,7 @@ class TrainingSettings:
     `weight_prediction` (weight stashing only) the older versions of a stage that is not the last
     are replaced by predicted weights, one copy per minibatch in flight, and the last step of the
     optimizer is kept, one more tensor per parameter. `overhead`: by which factor what comes and
-    goes with each minibatch, but for gradients and workspace, takes more of a device than its
+    goes with each minibatch takes more of a device than its
     bytes; `read_ahead`: minibatches that are read before they are asked for.
     """
 
@@ -149,13 +149,14 @@ class MemoryModel:
             "activations": activations,
             "inputs": inputs,
             "workspace": workspace,
-            "allocator": (self.settings.overhead - 1) * (activations + inputs),
+            "allocator": (self.settings.overhead - 1)
+            * (gradients + activations + inputs + workspace),
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
     def _on_device(self, oldest: Floats, gradients: Floats, workspace: Floats) -> Floats:
-        """The sum of parts that vary, with what the allocator adds to activations."""
-        return np.asarray(self.settings.overhead * oldest + gradients + workspace)
+        """The sum of parts that vary, with what the allocator adds."""
+        return np.asarray(self.settings.overhead * (oldest + gradients + workspace))
 
     def _amounts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats, Floats]:
         """Bytes of parameters, of what a minibatch saves and receives, and of what is sent and read

@@ -11,7 +11,7 @@ from pipedream.capture.export import capture
 from pipedream.graph.profile import Footprint
 from pipedream.profiler import process_memory as measured
 from pipedream.profiler.memory import footprints
-from pipedream.profiler.process_memory import _halves, _needed, process_memory
+from pipedream.profiler.process_memory import _needed, process_memory
 
 CPU = torch.device("cpu")
 
@@ -34,12 +34,11 @@ def test_the_most_is_at_the_node_where_saved_bytes_and_gradients_add_up_to_most(
     assert _needed(graph, nodes, kept, 3) == (15 + 2 * 36, 16 + 40)
     assert _needed(graph, nodes[:2], kept, 1) == (15, 1)
     assert _needed(graph, (), kept, 2) == (0, 0)
-    assert _halves(captured, kept) == (list(nodes[:3]), list(nodes[3:]))
 
 
 @pytest.mark.slow
 def test_a_process_holds_more_than_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each half saves more than 64 MB, and buffers are what they were."""
+    """The passes save more than 64 MB, and buffers are what they were."""
     captured, inputs = of_layers(256, 8192, 16)
     kept = footprints(captured, (inputs,), CPU)
     before = {name: each.clone() for name, each in captured.module.named_buffers()}

@@ -60,11 +60,11 @@ def test_weight_stashing_keeps_a_version_for_each_minibatch(graph):
     }
 
 
-def test_what_passes_keep_takes_more_of_a_device_and_weights_and_gradients_do_not(graph):
+def test_what_passes_allocate_takes_more_of_a_device_and_weights_do_not(graph):
     plain = items(MemoryModel(cuts_of(graph), TrainingSettings("2bw", "adam")), 0, 2, 3)
     settings = TrainingSettings("2bw", "adam", overhead=1.25)
     found = items(MemoryModel(cuts_of(graph), settings), 0, 2, 3)
-    passing = ("activations", "inputs")
+    passing = ("gradients", "activations", "inputs", "workspace")
     assert found == plain | {"allocator": sum(plain[name] for name in passing) / 4}
 
 
