@@ -141,6 +141,7 @@ class MemoryModel:
         oldest, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
         activations = copies.saved * saved + oldest
         inputs = copies.received * received + sent
+        passing = gradients + activations + inputs + workspace
         items = {
             "parameters": parameters,
             "weight_versions": copies.older * parameters,
