@@ -150,8 +150,7 @@ class MemoryModel:
             "activations": activations,
             "inputs": inputs,
             "workspace": workspace,
-            "allocator": (self.settings.overhead - 1)
-            * (gradients + activations + inputs + workspace),
+            "allocator": (self.settings.overhead - 1) * passing,
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
