@@ -5,6 +5,8 @@ buckets in reverse order, which is about the order in which their gradients come
 is sent while the others still fill. All replicas send the buckets in the same order, and those of
 several stages in the order of their stages: who waits for one sum may have begun no other that its
 peers begin later.
+
+Where replicas divide the optimizer's state (`comm.zero`), each gets its part of the sums alone.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from torch import Tensor
 
 from pipedream.comm.device.copies import copy_all
 from pipedream.comm.transport import Sum, Transport
+from pipedream.comm.zero.bucket import DividedBucket
 from pipedream.schedule.operations import Turns
 from pipedream.schedule.overlap import BUCKET_BYTES
 
 
 @dataclass
-class _Bucket:
+class Bucket:
     """`flat` has room for the gradients of `names`, and for each how many replicas have one.
 
     `missing`: parameters whose gradients have not arrived yet. `without`: parameters for which this
@@ -62,6 +65,10 @@ class _Bucket:
                 self.without.add(name)
         copy_all(copied)
 
+    def begin(self, transport: Transport, group: dist.ProcessGroup) -> None:
+        """Begins the sum. Raises PeerLost."""
+        self.sum = transport.begin_sum(self.flat, group)
+
     def views(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         sizes = [like[name].numel() for name in self.names]
         parts = torch.split(self.flat, [*sizes, len(self.names)])
@@ -80,11 +87,15 @@ class Buckets:
         transport: Transport,
         group: dist.ProcessGroup,
         most_bytes: int = BUCKET_BYTES,
+        divided: bool = False,
     ) -> None:
+        """`divided`: each rank of the group gets its part of the sums alone, as `own_part` does."""
         self.parameters, self.transport, self.group = parameters, transport, group
-        self.buckets = [
-            _Bucket(names, _flat(parameters, names), set(names))
-            for names in _divide(parameters, most_bytes)
+        self.buckets: list[Bucket | DividedBucket] = [
+            DividedBucket(parameters, names, group)
+            if divided
+            else Bucket(names, _flat(parameters, names), set(names))
+            for names in divide_into_buckets(parameters, most_bytes)
         ]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
         self.full = self.begun = 0
@@ -125,8 +136,8 @@ class Buckets:
     def finish(self, gradients: dict[str, Tensor]) -> None:
         """Replaces this replica's `gradients` by the sums, which are valid until the next round.
 
-        Where one is missing, the replica has added nothing; where all replicas have none, there is
-        none afterwards, as in the plain model. Raises PeerLost.
+        Where one is missing, the replica has added nothing; where all replicas have none, or this
+        one has no part, there is none afterwards, as in the plain model. Raises PeerLost.
         """
         for bucket in self.buckets:
             bucket.missing.clear()
@@ -136,7 +147,10 @@ class Buckets:
             assert bucket.sum is not None
             bucket.sum.wait()
             learned = bucket.learned()
-            gradients.update((n, part) for n, part in bucket.views(self.parameters) if n in learned)
+            for name, part in bucket.views(self.parameters):
+                gradients.pop(name, None)
+                if name in learned and part is not None:
+                    gradients[name] = part
             bucket.missing, bucket.without, bucket.sum = set(bucket.names), set(), None
         self.full = self.begun = 0
         self.turns.end_one()
@@ -146,7 +160,7 @@ class Buckets:
         PeerLost.
         """
         for bucket in self.buckets[self.begun : self.full]:
-            bucket.sum = self.transport.begin_sum(bucket.flat, self.group)
+            bucket.begin(self.transport, self.group)
             self.begun += 1
         return self.begun == len(self.buckets)
 
@@ -168,7 +182,7 @@ def take_turns(every: Sequence[Buckets]) -> None:
         buckets.turns = turns
 
 
-def _divide(parameters: Mapping[str, Tensor], most_bytes: int) -> list[list[str]]:
+def divide_into_buckets(parameters: Mapping[str, Tensor], most_bytes: int) -> list[list[str]]:
     """Returns the names in reverse, cut where a bucket would grow too large or the type changes."""
     groups: list[list[str]] = []
     left, dtype = 0, None

@@ -107,7 +107,7 @@ class Transport:
                 message = [tensor.detach() for tensor in tensors]
                 self.handed.setdefault(channel, deque()).append(message)
             else:
-                sent[channel] = [self._to_send(tensor) for tensor in tensors] or [
+                sent[channel] = [self.to_send(tensor) for tensor in tensors] or [
                     self._buffer(_NOTHING).zero_()
                 ]
         if sent:
@@ -139,7 +139,8 @@ class Transport:
             value.shape, dtype=value.dtype, device=self.staged, pin_memory=through_host
         )
 
-    def _to_send(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns it, or a copy, where messages are sent from."""
         if self.staged == tensor.device:
             return tensor.detach().contiguous()
         return self._buffer(tensor).copy_(tensor.detach())
@@ -185,7 +186,7 @@ class Transport:
 
     def begin_sum(self, flat: torch.Tensor, group: dist.ProcessGroup | None) -> Sum:
         """Begins to replace `flat` by its sum over the group. Raises PeerLost."""
-        staged = flat if flat.device == self.staged else self._to_send(flat)
+        staged = flat if flat.device == self.staged else self.to_send(flat)
         with lost(_NO_ANSWER):
             return Sum(flat, staged, dist.all_reduce(staged, group=group, async_op=True))
 

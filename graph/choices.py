@@ -22,6 +22,9 @@ OrderName: TypeAlias = Literal[
 
 ORDER_NAMES: tuple[OrderName, ...] = get_args(OrderName)
 
+WHOLE_ORDERS: tuple[OrderName, ...] = ("1f1b", "interleaved")
+"""Those that do not divide backward passes into halves."""
+
 BEST_ORDER = "best"
 """Of pd-optimize: whichever of them is fastest."""
 
@@ -30,7 +33,12 @@ OptimizerName: TypeAlias = Literal["sgd", "momentum", "adam"]
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 
-Recompute: TypeAlias = Literal["never", "auto", "always"]
+Recompute: TypeAlias = Literal["never", "auto", "whole", "always"]
+"""Where memory demands it (auto) single nodes of a stage are recomputed, or the stage (whole)."""
+
+Zero: TypeAlias = Literal["never", "auto", "always"]
+"""Whether the replicas of a stage divide the optimizer's state among them (ZeRO-1): auto where a
+stage would not fit otherwise."""
 
 InFlight: TypeAlias = Literal["useful", "least"]
 """Minibatches in flight: as many as still raise the throughput, or PipeDream's number."""

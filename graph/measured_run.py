@@ -85,6 +85,21 @@ class MeasuredRun(ArtifactModel):
         return tuple(rank for rank in self.ranks if rank.stage == stage)
 
     @property
+    def noise(self) -> float:
+        """Returns by how much, relative, the passes of the stage of which least is known may differ
+        from those that were measured: the notch of a box plot, a 95 % confidence interval of the
+        median (McGill, Tukey and Larsen, 1978).
+        """
+        passes = ((rank, each) for rank in self.ranks for each in (rank.forward, rank.backward))
+        notches: dict[tuple[int, int, int], float] = {}
+        for rank, each in passes:
+            worker = rank.rank, rank.stage, rank.replica
+            notch = 1.57 * (each.upper - each.lower) / rank.minibatches**0.5
+            notches[worker] = notches.get(worker, 0.0) + notch
+        busy = {(rank.rank, rank.stage, rank.replica): rank.busy_seconds for rank in self.ranks}
+        return max((notches[w] / busy[w] for w in busy if busy[w]), default=0.0)
+
+    @property
     def slowest(self) -> tuple[int, float]:
         """Returns the stage with the most compute time per minibatch of the pipeline, and that."""
         busy = {

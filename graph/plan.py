@@ -14,20 +14,26 @@ from pydantic import Field, PositiveInt, model_validator
 
 from pipedream.graph.choices import (
     DEFAULT_ORDER,
+    WHOLE_ORDERS,
     Grouping,
     InFlight,
     IntraOp,
     OptimizerName,
     Recompute,
     ScheduleName,
+    Zero,
 )
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.requests import PlacementTexts
+from pipedream.graph.units import show_seconds
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+_AS_EXPECTED = 0.05
+"""Two runs of one plan differ by as much on a machine that is shared."""
 
 
 class WorkerGroup(NamedTuple):
@@ -115,6 +121,8 @@ class StageMemory(ArtifactModel):
     """Of the parameters."""
     activations: Amount
     """What the nodes keep for the backward passes of the minibatches in flight."""
+    recomputed: Amount = 0.0
+    """What the forward pass that runs again makes for the backward pass of one minibatch."""
     inputs: Amount
     """What the stage has received, and what is on its way, input batches among it."""
     workspace: Amount
@@ -130,7 +138,8 @@ class StageMemory(ArtifactModel):
     @property
     def passing(self) -> float:
         """Returns the bytes that come and go with minibatches, to which the allocator adds."""
-        return self.gradients + self.activations + self.inputs + self.workspace
+        activations = self.activations + self.recomputed
+        return self.gradients + activations + self.inputs + self.workspace
 
     @property
     def tensors(self) -> float:
@@ -166,10 +175,34 @@ class Stage(ArtifactModel):
     """What `memory_bytes` is made of."""
     in_flight: int | None = Field(default=None, ge=1)
     """Minibatches between forward and backward on each worker."""
-    recompute: bool = False
+    recompute: bool | tuple[str, ...] = False
     """Whether the forward pass runs again before the backward pass, so that only what the stage has
-    received is kept in between.
+    received is kept in between; or the nodes that run again in the course of the backward pass, and
+    of which nothing is kept in between.
     """
+    zero: bool = False
+    """Whether the replicas divide the optimizer's state among them (ZeRO-1): each updates a part of
+    the parameters, and receives the others.
+    """
+    offload: bool = False
+    """Whether what the nodes keep for backward passes is moved to the memory of the host meanwhile.
+    """
+    offload_seconds: Amount | None = None
+    """What that takes for a minibatch in each direction, beside the passes."""
+
+    @property
+    def by_autograd(self) -> bool:
+        """Tells whether its passes have to be those of autograd, neither compiled nor divided."""
+        return self.offload or bool(self.recomputed_nodes)
+
+    @property
+    def recomputes_all(self) -> bool:
+        return self.recompute is True
+
+    @property
+    def recomputed_nodes(self) -> tuple[str, ...]:
+        """Returns the nodes that run again one by one, if not the whole stage does."""
+        return () if isinstance(self.recompute, bool) else self.recompute
 
     @property
     def devices(self) -> int:
@@ -199,6 +232,19 @@ class Stage(ArtifactModel):
             self.placements.requests(len(self.mesh))
         return self
 
+    @model_validator(mode="after")
+    def _check_recompute(self) -> Stage:
+        for name in self.recomputed_nodes:
+            if name not in self.nodes:
+                raise ValueError(f"stage {self.stage} recomputes node {name}, not one of its own")
+        if self.mesh is not None and self.by_autograd:
+            raise ValueError(
+                f"stage {self.stage} is on a mesh, where recompute is true or false, offload false"
+            )
+        if self.offload and self.recompute:
+            raise ValueError(f"stage {self.stage} has offload and recompute: choose one")
+        return self
+
 
 class Simulated(ArtifactModel):
     """The steady state of the plan's schedule, simulated action by action."""
@@ -206,6 +252,19 @@ class Simulated(ArtifactModel):
     seconds_per_minibatch: Amount
     bubble: float = Field(ge=0, le=1)
     """Share of the workers' time that is neither computing nor updating."""
+
+
+class StageSeconds(ArtifactModel):
+    """What a worker of a stage does in the time of a minibatch of the pipeline, in the mean over
+    its replicas. What is left of that time it does nothing that is known.
+    """
+
+    compute: Amount
+    """Passes and updates."""
+    waiting: Amount
+    """For messages of other stages."""
+    exchange: Amount
+    """Sums over replicas and norms of all ranks, and handing messages over."""
 
 
 class Predicted(ArtifactModel):
@@ -223,8 +282,15 @@ class Predicted(ArtifactModel):
     """Of the slowest stage."""
     expected_seconds_per_minibatch: Amount | None = None
     """Expected in a run, where workers wait for the slowest; None if the variation is unknown."""
+    expected_interval: tuple[Amount, Amount] | None = None
+    """Nine of ten runs take between these seconds."""
+    expected_stages: tuple[StageSeconds, ...] | None = None
+    """What the workers of each stage do then."""
     expected_deviation_seconds: Amount | None = None
-    """Runs differ by about so much from it, either way, as passes vary."""
+    """Of older plans: how far runs differ from it, either way, as passes vary."""
+    gain: Annotated[float, Field(gt=-1, allow_inf_nan=False)] | None = None
+    """How much faster it is than the plan of the newest run that times were corrected by, relative
+    and by the same times; 0 if it is that plan."""
     lower_bound_seconds: Amount
     """No plan takes less per minibatch."""
     one_worker_seconds: Amount
@@ -235,6 +301,24 @@ class Predicted(ArtifactModel):
     """What each process holds beside the memory of its stages: Python, torch, the captured model;
     None if it was not measured."""
     simulated: Simulated | None = None
+
+    @property
+    def words_for_a_run(self) -> str:
+        """Returns the seconds per minibatch of a run, and of nine of ten runs, as text."""
+        text = show_seconds(self.seconds_in_a_run)
+        if self.expected_interval is None:
+            return text
+        least, most = map(show_seconds, self.expected_interval)
+        return f"{text} ({least} to {most} in nine of ten runs)"
+
+    def expects(self, seconds: float) -> bool:
+        """Tells whether a run that takes so many per minibatch is one of nine of ten; of older
+        plans, that say nothing of it, whether it is within 5 %.
+        """
+        if self.expected_interval is not None:
+            least, most = self.expected_interval
+            return least <= seconds <= most
+        return abs(seconds - self.seconds_in_a_run) <= _AS_EXPECTED * self.seconds_in_a_run
 
     @property
     def seconds_in_a_run(self) -> float:
@@ -308,6 +392,8 @@ class PlanningOptions(ArtifactModel):
     memory: str | None = None
     room: str | None = None
     recompute: Recompute = "auto"
+    zero: Zero = "auto"
+    host_bandwidth: str | None = None
     straight: bool = False
     fewer_machines: bool = False
     activation_compression: float | None = None
@@ -426,10 +512,17 @@ class Plan(DraftPlan):
         for position, stage in enumerate(self.stages):
             if stage.stage != position:
                 raise ValueError(f"stage {stage.stage} stands at position {position}")
-        if self.stages[-1].recompute:
+        if self.stages[-1].recomputes_all:
             raise ValueError("the last stage has recompute: its backward pass follows at once")
         self._check_nodes()
         self._check_ranks()
+        if self.order not in (None, *WHOLE_ORDERS):
+            for stage in self.stages:
+                if stage.by_autograd:
+                    raise ValueError(
+                        f"stage {stage.stage} recomputes single nodes, or has offload: order"
+                        f" {self.order} divides backward passes, where recompute is true or false"
+                    )
         if self.order_times is not None:
             self.order_times.check(len(self.stages))
         return self

@@ -9,8 +9,9 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -24,6 +25,15 @@ from pipedream.graph.run_config import BY_GROUPS
 _INTERRUPTED = 3.0
 """Passes longer than this multiple of the median are left out as interrupted."""
 
+_FEWEST_TO_DIVIDE = 4
+"""Of fewer passes nothing is said of how fast they vary."""
+
+_MEDIAN_TO_MEAN = math.sqrt(math.pi / 2)
+"""How much less a median is known than a mean, of a normal distribution."""
+
+_MIDDLE_HALF = 0.6745
+"""Half of a normal distribution lies within so many standard deviations."""
+
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Bytes = Annotated[int, Field(ge=0)]
@@ -31,6 +41,9 @@ _Bytes = Annotated[int, Field(ge=0)]
 
 BATCH_SIZES_TABLE = "batch_sizes.csv"
 """Written by pd-profile next to the profiles, and by pd-optimize next to the plan."""
+
+UNKNOWN_ERROR = 0.3
+"""Taken of an estimate where nobody has compared such estimates with measurements."""
 
 _NAME = re.compile(r"batch-([1-9][0-9]*)")
 
@@ -258,6 +271,13 @@ class Estimated(ArtifactModel):
     """Flops per second that the device cannot exceed, in the type of most of the products."""
 
     @property
+    def deviation(self) -> float:
+        """Returns the relative standard deviation of such estimates, half of which are within
+        `error`; an error of `UNKNOWN_ERROR` where it was not measured.
+        """
+        return (UNKNOWN_ERROR if self.error is None else self.error) / _MIDDLE_HALF
+
+    @property
     def words(self) -> str:
         """Names the device, and says how far such estimates have been from measurements."""
         if self.error is None or self.worst is None:
@@ -415,17 +435,73 @@ class Profile(ArtifactModel):
             self.forward.call_seconds if self.forward else 0.0,
             self.backward.call_seconds if self.backward else 0.0,
             self.reading_seconds or 0.0,
-            self.pass_variation,
+            () if self.variation is None else self.variation.fast,
             self.gradient_sum_bytes_per_second or math.inf,
+            self._uncertainty,
         )
 
     @property
-    def pass_variation(self) -> Sequence[float]:
-        """Returns the time of each pass of the whole model as a multiple of the median."""
-        if not self.pass_seconds:
-            return ()
-        median = statistics.median(self.pass_seconds)
-        return [each / median for each in self.pass_seconds if each < _INTERRUPTED * median]
+    def _uncertainty(self) -> Uncertainty:
+        varied = self.variation
+        estimated = 0.0 if self.estimated is None else self.estimated.deviation
+        if varied is None:
+            return Uncertainty(estimated=estimated)
+        return Uncertainty(varied.drift, varied.of_median, estimated)
+
+    @property
+    def variation(self) -> PassVariation | None:
+        """Returns how passes of the whole model vary; None if they were not timed."""
+        return PassVariation.of(self.pass_seconds) if self.pass_seconds else None
+
+
+@dataclass(frozen=True)
+class PassVariation:
+    """How passes that follow each other vary, divided in two.
+
+    `fast`: equally likely times of a pass as multiples of the median, of what changes from one pass
+    to the next: each worker has its own, so that others wait. Their mean is that of all passes.
+    `drift`: the relative standard deviation of what remains, and changes slowly: all workers of a
+    machine have it in common, so that nobody waits. `of_median`: that of the median of the passes.
+    """
+
+    fast: tuple[float, ...]
+    drift: float
+    of_median: float
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> PassVariation:
+        """Divides the variance of the logarithms as von Neumann did (The mean square successive
+        difference, 1941): neighbours differ by sqrt(2) of the fast deviation, and hardly by drift.
+
+        `seconds`: of one pass or more, in order; those that were interrupted are left out.
+        """
+        median = statistics.median(seconds)
+        kept = [each / median for each in seconds if each < _INTERRUPTED * median]
+        if len(kept) < _FEWEST_TO_DIVIDE:
+            return PassVariation(tuple(kept), 0.0, 0.0)
+        logs = [math.log(each) for each in kept]
+        steps = [(after - before) / math.sqrt(2) for before, after in pairwise(logs)]
+        fast = math.fsum(step**2 for step in steps) / len(steps)
+        slow = math.sqrt(max(0.0, statistics.variance(logs) - fast))
+        factors = [math.exp(step) for step in steps]
+        level = statistics.fmean(kept) / statistics.fmean(factors)
+        return PassVariation(
+            tuple(level * factor for factor in factors),
+            slow,
+            _MEDIAN_TO_MEAN * math.sqrt(fast / len(kept)),
+        )
+
+
+class Uncertainty(NamedTuple):
+    """Relative standard deviations of the times of a profile: by `drift` as it was seen, of the
+    median of the passes, and of an estimate where nothing was measured. `others`: the logarithms of
+    how many times as long passes took in further profiles of the model.
+    """
+
+    drift: float = 0.0
+    of_median: float = 0.0
+    estimated: float = 0.0
+    others: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -465,8 +541,9 @@ class TrainingOverheads:
     `update_rates`: bytes of parameters per second of a step, by optimizer. `call_forward`,
     `call_backward`: seconds of each pass of a stage, whatever its nodes. `reading`: seconds that
     reading a minibatch takes from the passes of a stage that reads data. `spread`: passes of the
-    whole model as multiples of their median. `gradient_sum_rate`: bytes of gradients per second
-    that are added to those of earlier minibatches of a round.
+    whole model as multiples of their median, as `PassVariation.fast`. `gradient_sum_rate`: bytes of
+    gradients per second that are added to those of earlier minibatches of a round. `uncertainty`:
+    of all times.
     """
 
     update_rates: Mapping[str, float]
@@ -475,6 +552,7 @@ class TrainingOverheads:
     reading: float = 0.0
     spread: Sequence[float] = ()
     gradient_sum_rate: float = math.inf
+    uncertainty: Uncertainty = field(default_factory=Uncertainty)
 
     def of_stage(self, stage: int, stages: int) -> tuple[float, float]:
         """Returns the seconds of a stage's forward and backward pass beyond those of its nodes.

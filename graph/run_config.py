@@ -32,6 +32,12 @@ _SHORT = {
     _REDUCE_OVERHEAD: INDUCTOR,
 }
 
+_ELEMENTWISE = (
+    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+"""Optimizers in which what an element of a parameter becomes depends on no other."""
+
 _FUNCTION = r"[\w.\-]+:[\w.]+"
 
 
@@ -119,8 +125,17 @@ class OptimizerConfig(ArtifactModel):
     @property
     def names(self) -> str:
         """Returns all optimizer classes in use, as text for a message."""
+        return " and ".join(self._names)
+
+    @property
+    def not_elementwise(self) -> str | None:
+        """Returns an optimizer class in use that may have to see whole parameters, if any."""
+        return next((name for name in self._names if name not in _ELEMENTWISE), None)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
         others = (group.name for group in self.groups if group.name is not None)
-        return " and ".join(dict.fromkeys((self.name, *others)))
+        return tuple(dict.fromkeys((self.name, *others)))
 
 
 class AsynchronousConfig(ArtifactModel):
@@ -254,6 +269,11 @@ class RunConfig(ArtifactModel):
     """
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Type of the weights and of floating-point inputs."""
+    zero: bool | None = Field(default=None, strict=True)
+    """Whether the replicas of a stage divide the optimizer's state among them (ZeRO-1): each keeps
+    that of its part of the parameters, updates these, and receives the others. By default each
+    stage does what the plan says.
+    """
 
     @property
     def compile_backend(self) -> str | None:

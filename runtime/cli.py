@@ -92,6 +92,12 @@ _GROUPS = {
             " beside PLAN) and train that plan: with --workers, when fewer processes are started,"
             " or when a worker is lost and no restarts are left.  [default: refuse]",
         ),
+        option(
+            "--retune",
+            "After the first hundred minibatches run pd-optimize with what they took (on graph.txt"
+            " beside PLAN), and go on under a better plan from the next checkpoint. Alone, or by a"
+            " torchrun with --max-restarts.  [default: keep the plan]",
+        ),
     ),
     "Checkpoints and restarts": (
         option(
@@ -185,6 +191,7 @@ def main(
     config: Path,
     output: Path | None,
     replan: bool,
+    retune: bool,
     workers: int | None,
     max_restarts: int,
     dry_run: bool,
@@ -205,7 +212,9 @@ def main(
         if dry_run:
             first = rank_info is None or rank_info.rank == 0
             return _try(plan, config, options) if first else 0
-        job = _job(plan, config, output, replan, options)
+        job = _job(plan, config, output, replan, {**options, "retune": plan if retune else None})
+        if retune:
+            _check_launcher(rank_info)
         return _start(job, workers, max_restarts) if rank_info is None else _work(job, rank_info)
     except Exception as error:
         line = in_one_line(error)
@@ -213,6 +222,12 @@ def main(
             let_rank_0_speak()
         launch.record_error(line or error)
         raise
+
+
+def _check_launcher(rank_info: RankInfo | None) -> None:
+    from pipedream.runtime.supervise.retune import check_launcher
+
+    check_launcher(rank_info)
 
 
 def _try(plan: Path, config: Path, options: dict[str, Any]) -> int:
@@ -260,7 +275,8 @@ def _job(
 
 def _to_evaluate(config: RunConfig, options: dict[str, Any]) -> RunConfig:
     """Returns the config to evaluate with alone. Raises UserError if training is asked for, too."""
-    others = ("resume", "export", "init", "save_every", "keep", "replan", "trace", "tensorboard")
+    kept = ("resume", "export", "init", "save_every", "keep", "replan", "retune")
+    others = (*kept, "trace", "tensorboard")
     _refuse(others, options, "--evaluate-only trains nothing")
     if not options["evaluate"]:
         raise UserError("--evaluate-only: leave --no-evaluate out")
@@ -284,6 +300,12 @@ def _start(job: Job, workers: int | None, max_restarts: int) -> int:
     warning = without_srun()
     if warning is not None:
         print(f"pd-train: {warning}", file=sys.stderr)
+    if job.device == "cpu" and any(stage.offload for stage in job.plan.stages):
+        print(
+            "pd-train: the plan moves activations to the memory of the host, where they are on"
+            " --device cpu: that takes time and saves nothing",
+            file=sys.stderr,
+        )
     if sys.stderr.isatty():
         print(f"pd-train: {workers or planned} workers load and capture the model", file=sys.stderr)
     if workers is not None and (workers > planned or (workers < planned and not replan)):
@@ -348,10 +370,12 @@ def _work(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -
     from pipedream.comm.messages import PeerLost
     from pipedream.runtime.data.reader import DataLost
     from pipedream.runtime.supervise import launch
-    from pipedream.runtime.trainer import Stopped, train
+    from pipedream.runtime.trainer import Retuned, Stopped, train
 
     try:
         train(job, rank_info, heartbeats)
+    except Retuned:
+        return launch.RETUNED
     except Stopped as stopped:
         if rank_info.rank == 0:
             print(f"pd-train: {stopped}", file=sys.stderr, flush=True)

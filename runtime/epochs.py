@@ -13,8 +13,10 @@ from pipedream.comm.store_messages import broadcast
 from pipedream.runtime.data.reader import Reader
 from pipedream.runtime.engine.action_times import ActionTimes
 from pipedream.runtime.engine.engine import Engine, minibatches_read
+from pipedream.runtime.first_look import first_look
 from pipedream.runtime.held_out import evaluate_if_due
 from pipedream.runtime.rank_context import RankContext
+from pipedream.runtime.report.first_minibatches import RankReport
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import Position, TrainingSegment, training_segments
@@ -23,7 +25,8 @@ from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind
 
 
 def train_epochs(context: RankContext) -> Position | None:
-    """Trains from the context's `first` on. Returns where the run has stopped, if it was asked to.
+    """Trains from the context's `first` on. Returns where the run has stopped, if it was asked to,
+    or changes its plan.
 
     Raises UserError and PeerLost as the engine does.
     """
@@ -35,13 +38,16 @@ def train_epochs(context: RankContext) -> Position | None:
         begin = first.minibatch if epoch == first.epoch else 0
         minibatches, most = local.examples.minibatches, local.job.segment_minibatches
         ahead = list(training_segments(minibatches, most, begin))
-        stopped = _Training(context, epoch, ahead).run()
+        report = first_look(context, epoch, ahead) if epoch == first.epoch else None
+        stopped = _Training(context, epoch, ahead, report).run()
         if stopped is not None:
             break
         if epoch + 1 == local.job.epochs:
             context.graceful_stop.end()
         evaluate_if_due(context, epoch + 1)
     context.graceful_stop.end()
+    if context.retuner is not None:
+        context.retuner.end()
     context.saver.end()
     if stopped is not None:
         # Until rank 0 has saved: mpirun ends all ranks once one exits with a non-zero code.
@@ -53,8 +59,16 @@ def train_epochs(context: RankContext) -> Position | None:
 class _Training:
     """One epoch, or the segments of it that are `ahead`."""
 
-    def __init__(self, context: RankContext, epoch: int, ahead: Sequence[TrainingSegment]) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        epoch: int,
+        ahead: Sequence[TrainingSegment],
+        report: RankReport | None,
+    ) -> None:
+        """`report`: of the first minibatches, if they are these."""
         self.context, self.local, self.ahead = context, context.local, ahead
+        self.report = report
         self.number = self.local.rng.epoch = epoch + 1
         self.losses = Losses(
             context.store,
@@ -84,6 +98,8 @@ class _Training:
             Reader(minibatches, self._to_read(), self._reads_targets_only) as data,
         ):
             stopped = self._run_segments(self._engine(), data)
+            if self.report is not None:
+                self.report.look(self.times.events, ended=True)
             self.losses.end()
         context.recorder.add(self.number, self.times.events, local.examples.minibatches)
         context.transport.barrier()
@@ -108,7 +124,8 @@ class _Training:
                 position = Position(epoch + 1)
             context.save(position)
             stops = context.graceful_stop.stops_at(end, position)
-            if stops and position < Position(self.local.job.epochs):
+            stops = (stops and position < Position(self.local.job.epochs)) or context.changes_plan
+            if stops:
                 return position
         return None
 
@@ -177,4 +194,6 @@ class _Training:
         now, memory = time.perf_counter(), self.context.memory.now()
         assignment = self.local.job.plan.rank_assignment
         under_way = self.times.under_way(self.under_way)
+        if self.report is not None:
+            self.report.look(self.times.events)
         return current_status(self.times.events, under_way, assignment, self.begin, now, memory)

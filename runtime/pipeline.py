@@ -88,8 +88,8 @@ class Pipeline:
         dropout. `timeout`: seconds after which a silent rank is taken for lost. `checked`: whether
         what is captured, and the first minibatch, are compared with the model itself.
 
-        Raises UserError if the plan is for another number of ranks or has several stages on one, or
-        for another `autocast`.
+        Raises UserError if the plan is for another number of ranks, has several stages on one, or
+        divides the optimizer's state (zero), or for another `autocast`.
         """
         if autocast not in (None, "bfloat16"):
             raise UserError(
@@ -102,6 +102,13 @@ class Pipeline:
             raise UserError(
                 f"the plan has several stages on a rank (order {self.plan.order}), which pd-train "
                 "trains; Pipeline runs one on each: make a plan of order 1f1b"
+            )
+        divided = next((str(stage.stage) for stage in self.plan.stages if stage.zero), None)
+        if divided is not None:
+            raise UserError(
+                f"stage {divided} of the plan has zero: its replicas divide the optimizer's state,"
+                " which pd-train does; with Pipeline the optimizer is yours: make a plan with"
+                " pd-optimize --zero never"
             )
         self.loss: Loss = (
             load_loss(loss, Path())

@@ -15,7 +15,7 @@ from pipedream.capture.compute_settings import Precision
 from pipedream.comm.rendezvous import connect_store, join, keep_torch_from_aborting
 from pipedream.comm.store_messages import broadcast
 from pipedream.graph.run_config import AsynchronousConfig
-from pipedream.runtime.checkpoint.saver import Saver
+from pipedream.runtime.checkpoint.saver import CheckpointPart, Saver
 from pipedream.runtime.engine.executor import Executor, Updates
 from pipedream.runtime.engine.first_passes import MadeUpMessages
 from pipedream.runtime.engine.wiring import Wiring
@@ -37,6 +37,7 @@ from pipedream.runtime.selfcheck.rehearsal import first_passes, rehearse
 from pipedream.runtime.supervise.device_progress import DeviceProgress
 from pipedream.runtime.supervise.graceful_stop import GracefulStop
 from pipedream.runtime.supervise.heartbeat import Heartbeats
+from pipedream.runtime.supervise.retune import Retuner
 from pipedream.runtime.supervise.watchdog import Watchdog
 
 
@@ -47,7 +48,8 @@ class RankContext:
     and `peak_in_flight`, the most minibatches between forward and backward, are by stage.
     `heartbeats` is there if pd-train's own launcher started the ranks, else `watchdog` if there are
     other ranks; `progress` on a GPU; `display` on rank 0 alone. `metrics` are those of the held-out
-    data, on rank 0.
+    data, on rank 0, where `retuner` is while the run may change its plan; `changes_plan`: it does
+    so at the checkpoint where all ranks are.
     """
 
     def __init__(
@@ -102,6 +104,8 @@ class RankContext:
         self.display = self._display() if rank_info.rank == 0 else None
         self.peak_in_flight = {stage.stage: 0 for stage in local.stages}
         self.metrics: dict[str, float] = {}
+        self.retuner: Retuner | None = None
+        self.changes_plan = False
 
     def executor(
         self,
@@ -138,7 +142,8 @@ class RankContext:
             self.progress.words = words
 
     def save(self, position: Position) -> None:
-        """Begins to save this rank's part, and waits until rank 0 is here.
+        """Begins to save this rank's part, and waits until rank 0 is here, which says whether the
+        run changes its plan.
 
         In the next segment others would wait for its last save no longer than the timeout.
         """
@@ -148,10 +153,17 @@ class RankContext:
         parts = {
             stage.stage: part
             for stage in self.local.stages
-            if (part := stage.part_of_checkpoint()) is not None
+            if (part := self._part_of_checkpoint(stage)) is not None
         }
         self.saver.begin(position, parts, self.stepping.state())
-        broadcast(self.store, self.local.rank_info, f"at/{position}", True)
+        goes_on = position < Position(self.local.job.epochs)
+        changes = self.retuner is not None and goes_on and self.retuner.adopt()
+        rank_info = self.local.rank_info
+        self.changes_plan = broadcast(self.store, rank_info, f"at/{position}", changes)
+
+    def _part_of_checkpoint(self, stage: LocalStage) -> CheckpointPart | None:
+        replicas = self.wiring.groups[stage.stage].replicas
+        return stage.part_of_checkpoint(replicas, self.transport.staged)
 
     def _begin(self) -> Position:
         """Gives the stages what they begin with; the position where they are then."""
@@ -199,7 +211,7 @@ class RankContext:
         local, job = self.local, self.local.job
         return Stepping(
             {
-                stage.stage: stage.make_stepping(local.tied, self._team_sum(stage))
+                stage.stage: stage.make_stepping(local.tied, self._norm_sum(stage))
                 for stage in local.stages
             },
             job.config,
@@ -207,13 +219,19 @@ class RankContext:
             self.wiring.add_up,
         )
 
-    def _team_sum(self, stage: LocalStage) -> Callable[[torch.Tensor], None]:
-        """Adds a tensor up over the devices of the stage's mesh, in place."""
-        team = self.wiring.groups[stage.stage].team
-        whole = None if team is None else team.whole
-        if whole is None:
-            return lambda tensor: None
-        return lambda tensor: self.transport.begin_sum(tensor, whole.group).wait()
+    def _norm_sum(self, stage: LocalStage) -> Callable[[torch.Tensor], None]:
+        """Adds a tensor up, in place, over those that have parts of the stage's gradients."""
+        groups = self.wiring.groups[stage.stage]
+        team = None if groups.team is None else groups.team.whole
+        over = [] if team is None else [team.group]
+        if stage.divided is not None and groups.replicas is not None:
+            over.append(groups.replicas)
+
+        def add_up(tensor: torch.Tensor) -> None:
+            for group in over:
+                self.transport.begin_sum(tensor, group).wait()
+
+        return add_up
 
     def _weights(self, stage: LocalStage) -> Weights:
         """Returns the weights at `first`, with what the config asks for against stale gradients.
@@ -225,12 +243,12 @@ class RankContext:
         begun = self.first.minibatch // epoch.policy.round_size(stage.stage)
         updates = self.first.epoch * epoch.rounds(stage.stage) + begun
         if config.asynchronous == AsynchronousConfig():
-            return Weights(stage.parameters, updates)
+            return Weights(stage.parameters, updates, divided=stage.divided)
         delays = local.schedule(local.segment_minibatches).delays(stage.stage)
         delay = max(delays.values())
         predicting = config.asynchronous.weight_prediction and delay > 0
         prediction = Prediction(stage.optimizer, stage.parameters) if predicting else None
-        weights = Weights(stage.parameters, updates, prediction)
+        weights = Weights(stage.parameters, updates, prediction, stage.divided)
         scale_rate(stage.optimizer, lambda: rate_factor(config, delay, weights.current.number))
         return weights
 

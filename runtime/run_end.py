@@ -18,6 +18,7 @@ from pipedream.runtime.report.expectation import busy_shares
 from pipedream.runtime.report.page.finished_run import FinishedRun
 from pipedream.runtime.report.page.run_page import REPORT, write_page
 from pipedream.runtime.report.recording import Recording
+from pipedream.runtime.report.stage_seconds import StagesMeasured, measured_stages
 from pipedream.runtime.report.summary import write_summary
 from pipedream.runtime.report.utilisation import (
     Utilisation,
@@ -59,14 +60,15 @@ def _sum_up(context: RankContext, recording: Recording, reports: list[dict[str, 
     spent = measure_utilisation(list(recording.epochs.values()), _steady(context))
     for report in reports:
         report["busy"] = round(spent.busy(report["rank"]), 4) if recording.epochs else None
-    also, measured = "", None
+    also, measured, stages = "", None, None
     if recording.epochs:
+        stages = _stages(context, recording)
         _write_recording(job, recording, spent, reports)
         measured = _write_measured(context, recording, spent, reports)
         also = "timeline.png, " + f"{MEASURED}, " * (measured is not None)
     summary = _summary(context, reports, spent) | _try_model(context)
     # Before summary.json, which says that the run is finished.
-    run = FinishedRun(job, summary, spent, measured)
+    run = FinishedRun(job, summary, spent, measured, stages)
     if write_page(run):
         also = f"{REPORT}, {also}"
     write_summary(run, also + "trace.json, " * job.trace + "tensorboard, " * job.tensorboard)
@@ -170,6 +172,15 @@ def _write_measured(
     return measured
 
 
+def _stages(context: RankContext, recording: Recording) -> StagesMeasured | None:
+    """Returns what the stages did in the steady state of the last epoch."""
+    span = _steady(context)
+    if span is None:
+        return None
+    last = recording.epochs[max(recording.epochs)]
+    return measured_stages(last, span, context.local.job.plan)
+
+
 def _summary(
     context: RankContext, reports: list[dict[str, Any]], spent: Utilisation
 ) -> dict[str, Any]:
@@ -184,6 +195,7 @@ def _summary(
         "seconds_per_minibatch": seconds,
         "predicted_seconds_per_minibatch": job.plan.predicted.seconds_per_minibatch,
         "expected_seconds_per_minibatch": job.plan.predicted.expected_seconds_per_minibatch,
+        "expected_interval": job.plan.predicted.expected_interval if job.is_comparable else None,
         "simulated_seconds_per_minibatch": simulated and simulated.seconds_per_minibatch,
         "bubble": round(spent.bubble, 4) if spent.seconds else None,
         "simulated_bubble": simulated and simulated.bubble,

@@ -26,16 +26,22 @@ from pipedream.runtime.run.job import CHECKPOINTS, Job, announcement
 from pipedream.runtime.run_end import finish
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 from pipedream.runtime.supervise.replan import replanned
+from pipedream.runtime.supervise.retune import forget_earlier, retuned
 
 
 class Stopped(Exception):
     """The run was asked to stop, and has saved; the message says where."""
 
 
+class Retuned(Exception):
+    """The run has saved, to be started again under another plan."""
+
+
 def train(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -> None:
     """Trains as this rank; `heartbeats` is there if pd-train's launcher started it.
 
-    Raises UserError, PeerLost if other ranks are lost, Stopped after a graceful stop.
+    Raises UserError, PeerLost if other ranks are lost, Stopped after a graceful stop, Retuned where
+    the run is to be started again.
     """
     planned, started = job.plan.workers, rank_info.world_size
     if started > planned or (started < planned and job.replan is None):
@@ -48,8 +54,13 @@ def train(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -
     with locked(job.run) if rank_info.rank == 0 and not job.evaluate_only else nullcontext():
         try:
             store = None
-            if started < planned:
+            if job.retune is not None and rank_info.rank == 0 and not job.restarted:
+                forget_earlier(job)
+            if job.retune is not None and job.restarted:
                 store = connect_store(rank_info, job.timeout)
+                job, rank_info = retuned(job, rank_info, store)
+            if started < job.plan.workers:
+                store = store or connect_store(rank_info, job.timeout)
                 job, rank_info = replanned(job, rank_info, store)
             if rank_info.rank < job.plan.workers:
                 kind = EvaluationContext if job.evaluate_only else RankContext
@@ -89,9 +100,13 @@ def _run(context: RankContext) -> None:
         if stopped is None:
             finish(context)
     finally:
+        if context.retuner is not None:
+            context.retuner.end()
         context.writers.end(None)
         gc.unfreeze()  # else Python cannot take its modules down, and libraries report what leaks
     dist.destroy_process_group()
+    if stopped is not None and context.changes_plan:
+        raise Retuned
     if stopped is not None:
         where = context.local.job.checkpoints / str(stopped)
         raise Stopped(f"saved {where}; go on with --resume")

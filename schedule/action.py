@@ -44,6 +44,9 @@ BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 
 PASSES = BACKWARDS | {Kind.FORWARD}
 
+EXCHANGES = SENDS | {Kind.ALL_REDUCE, Kind.NORM}
+"""What takes a rank's time for others, besides waiting for their messages."""
+
 CLOSING = frozenset({Kind.ALL_REDUCE, Kind.NORM, Kind.UPDATE})
 """What comes once in a round of a worker, after its passes."""
 

@@ -72,7 +72,11 @@ def closing(actions: Iterable[Action]) -> frozenset[int]:
 
 @dataclass
 class RankOperations:
-    """What a rank begins that does these `actions`. `tied`: the stages that share parameters."""
+    """What a rank begins that does these `actions`. `tied`: the stages that share parameters.
+
+    Replicas that divide updates (ZeRO-1) gather the parameters in an UPDATE, which counts for all:
+    where ranks begin that in one order, too, the others do.
+    """
 
     assignment: RankAssignment
     actions: Sequence[Action]
@@ -120,7 +124,9 @@ class RankOperations:
 
     def _together(self, action: Action) -> Iterator[Operation]:
         """Yields what the last of the rank's stages begins for all of them."""
-        if action.kind is Kind.ALL_REDUCE and action.stage in self.tied:
+        if action.kind is Kind.UPDATE:
+            yield self._sum(Use.SUMS, [action.stage], action.stage)
+        elif action.kind is Kind.ALL_REDUCE and action.stage in self.tied:
             if self._is_last(action, len(self._last.keys() & self.tied)):
                 yield self._sum(Use.TIED_SUMS, self.tied)
         elif action.kind is Kind.NORM and self._is_last(action, len(self._last)):

@@ -37,7 +37,7 @@ class SteadySpan:
     last: int
 
     @staticmethod
-    def for_simulation(policy: Policy) -> SteadySpan:
+    def for_simulation(policy: Policy, rounds_that_drain: int = 2) -> SteadySpan:
         """Returns the shortest run worth simulating.
 
         It fills the pipeline twice, runs twice as long, then drains. The span has whole turns of
@@ -48,9 +48,12 @@ class SteadySpan:
         turn = lcm(*replicas)
         turn = turn if turn <= 4 * workers else max(replicas)
         if policy.uniform_updates:
-            turn = lcm(microbatches, turn)
+            rounds = lcm(microbatches, turn)
+            # Rounds that drain take the same, whichever replica has the first of its minibatches.
+            turn = microbatches if policy.drains and rounds > 4 * microbatches else rounds
         if policy.drains:
-            return SteadySpan(3 * turn, turn, 3 * turn)
+            last = turn * (1 + rounds_that_drain)
+            return SteadySpan(last, turn, last)
         fill = turn * ceil(max(workers, policy.in_flight(0) * replicas[0]) / turn)
         return SteadySpan(5 * fill, 2 * fill, 4 * fill)
 

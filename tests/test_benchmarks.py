@@ -26,7 +26,16 @@ FOLDERS = [
     FOLDER,
     *(
         FOLDER / name
-        for name in ("against_plain", "architectures", "emulated", "faults", "meshes", "orders")
+        for name in (
+            "against_plain",
+            "architectures",
+            "emulated",
+            "faults",
+            "fitting",
+            "meshes",
+            "orders",
+            "pairs",
+        )
     ),
 ]
 

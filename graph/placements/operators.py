@@ -334,7 +334,16 @@ def _scalars(argument: Argument) -> tuple[Scalar, ...]:
 
 def read_operators(path: Path) -> OperatorProfile:
     """Reads operators.json. Raises UserError `FILE: where: what is wrong`."""
-    return read_artifact(path, OperatorProfile)
+    profile = read_artifact(path, OperatorProfile)
+    # Equal operators, as of equal layers, are one object: then they are found without comparing.
+    known: dict[Operator, Operator] = {}
+    for timed in profile.local_seconds:
+        known.setdefault(timed.operator, timed.operator)
+    calls = tuple(
+        call.model_copy(update={"operator": known.setdefault(call.operator, call.operator)})
+        for call in profile.graph.calls
+    )
+    return profile.model_copy(update={"graph": profile.graph.model_copy(update={"calls": calls})})
 
 
 def write_operators(profile: OperatorProfile, path: Path) -> None:

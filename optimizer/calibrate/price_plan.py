@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Literal, TypeAlias
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import Plan, Stage
 from pipedream.optimizer.choose.expected import expected
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import COST_MODELS
+from pipedream.optimizer.cost.recomputation import Offloaded, Recomputed
 from pipedream.optimizer.cost.stage_time import in_a_run, stage_time
 from pipedream.optimizer.cost.stages import NestedStage, Share
 from pipedream.optimizer.cuts.downsets import Cuts
@@ -95,10 +97,22 @@ def stage_times(plan: Plan, request: Request) -> list[tuple[float, str]]:
     nested = _flat(of_stages) if flat else _nested(of_stages)
     return [
         stage_time(
-            cost.on(types.worst_of_ranks(stage.ranks, plan.cluster)), shares, stage.recompute
+            cost.on(types.worst_of_ranks(stage.ranks, plan.cluster)),
+            shares,
+            _recomputed(plan, stage, position),
         )
         for shares, stage in zip(nested, plan.stages, strict=True)
     ]
+
+
+def _recomputed(plan: Plan, stage: Stage, position: Mapping[str, int]) -> Recomputed:
+    """What the stage does with its activations, in numbers of nodes."""
+    if stage.offload_seconds is not None:
+        speed = min(plan.cluster.device(rank).speed for rank in stage.ranks)
+        return Offloaded(stage.offload_seconds * speed)
+    if isinstance(stage.recompute, bool):
+        return stage.recompute
+    return tuple(dict.fromkeys(position[name] for name in stage.recompute if name in position))
 
 
 def _components(plan: Plan, stage: int) -> _Components:

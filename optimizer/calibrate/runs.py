@@ -14,6 +14,7 @@ import numpy as np
 from pipedream.graph.errors import UserError
 from pipedream.graph.measured_run import MEASURED, MeasuredRank, MeasuredRun, read_measured
 from pipedream.graph.model import Graph, Node
+from pipedream.graph.plan import Stage
 from pipedream.graph.profile import Profile, Quartiles, TrainingOverheads
 from pipedream.optimizer.calibrate.correction import Observation, calibrate
 from pipedream.optimizer.cuts.planning_graph import Floats
@@ -133,18 +134,22 @@ class CalibrationRun:
         return max(factors, default=None)
 
     def passes(
-        self, stage: int, overheads: TrainingOverheads | None = None
+        self,
+        stage: int,
+        overheads: TrainingOverheads | None = None,
+        profiled: Graph | None = None,
     ) -> tuple[Sequence[Quartiles], Sequence[Quartiles]]:
         """Forward and backward seconds of each replica, scaled to the profiled device.
 
-        Recomputed forward passes are subtracted from backward passes, and `overheads` from both.
+        Recomputed forward passes are subtracted from backward passes, and `overheads` from both. Of
+        single nodes that are recomputed, as large a share of the forward pass as `profiled` says.
         """
         stages = self.measured.plan.stages
         overhead = (overheads or TrainingOverheads({})).of_stage(stage, len(stages))
-        recompute = stages[stage].recompute
+        again = _recomputed_share(stages[stage], profiled)
         forward, backward = [], []
         for rank in self.measured.of_stage(stage):
-            speed, second = self._speed(rank), rank.forward.median if recompute else 0.0
+            speed, second = self._speed(rank), again * rank.forward.median
             forward.append(_moved(rank.forward, -overhead[0] / speed, speed))
             backward.append(_moved(rank.backward, -second - overhead[1] / speed, speed))
         return forward, backward
@@ -152,6 +157,16 @@ class CalibrationRun:
     def _speed(self, rank: MeasuredRank) -> float:
         plan = self.measured.plan
         return plan.cluster.device(plan.stages[rank.stage].ranks[rank.replica]).speed
+
+
+def _recomputed_share(stage: Stage, profiled: Graph | None) -> float:
+    """Returns the share of a stage's forward pass that runs again."""
+    if isinstance(stage.recompute, bool) or profiled is None:
+        return float(stage.recomputes_all)
+    nodes = [profiled.nodes[name] for name in stage.nodes]
+    whole = math.fsum(node.forward_seconds for node in nodes)
+    again = math.fsum(profiled.nodes[name].forward_seconds for name in stage.recompute)
+    return again / whole if whole else 0.0
 
 
 def _moved(spread: Quartiles, by: float, times: float) -> Quartiles:
@@ -189,7 +204,7 @@ def calibrated(
         for run, work, stage, nodes in stages:
             numbers = tuple(position[node.id] for node in nodes)
             counted = min(rank.minibatches for rank in run.measured.of_stage(stage))
-            replicas = run.passes(stage, overheads)[direction]
+            replicas = run.passes(stage, overheads, graph)[direction]
             observation = _observation(numbers, replicas, counted)
             if work is not None:
                 shares = tuple(work.shares[node.id, bool(direction)] for node in nodes)

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.model import Graph
-from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Quartiles, TrainingOverheads
 from pipedream.graph.tables import print_table
@@ -68,8 +67,11 @@ def _change(before: float, after: float) -> str:
     return f"{show_seconds(after)} in place of {show_seconds(before)}"
 
 
-def _split(plan: Plan) -> list[tuple[frozenset[str], int, bool, Mesh | None]]:
-    return [(frozenset(s.nodes), s.replicas, s.recompute, s.mesh) for s in plan.stages]
+def _split(plan: Plan) -> list[tuple[object, ...]]:
+    return [
+        (frozenset(s.nodes), s.replicas, s.recompute, s.offload, s.zero, s.mesh)
+        for s in plan.stages
+    ]
 
 
 def print_runs(
@@ -106,7 +108,7 @@ def _stages(
     for stage in measured.plan.stages:
         nodes = [profiled.nodes[n] for n in stage.nodes if not profiled.nodes[n].is_input]
         overhead = overheads.of_stage(stage.stage, len(measured.plan.stages))
-        forward, backward = run.passes(stage.stage)
+        forward, backward = run.passes(stage.stage, profiled=profiled)
         passes = (
             (sum(n.forward_seconds for n in nodes), sum(n.backward_seconds for n in nodes))
             if work is None

@@ -6,5 +6,5 @@
   by `ordered_trials.py` in others; `neighbours.py`: those that are a step away
 - `local_search.py`: from division to division; `ordered.py` chooses for the other orders
 - `bound.py`: what no plan takes less than
-- `expected.py`: the time to be expected in a run, and how uncertain it is
+- `expected.py`: the time to be expected in a run; `interval.py`: what nine of ten runs take
 """

@@ -60,7 +60,7 @@ def lower_bound(request: Request) -> float:
     the devices: a certificate for any division in the order of the request.
     """
     cluster, settings = request.cluster, request.settings
-    if request.order not in (None, DEFAULT_ORDER):
+    if request.order not in (None, DEFAULT_ORDER) or request.has_many_devices:
         # No order takes less than all work, shared out evenly.
         speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
         return float(request.planning.compute_seconds.sum()) / speeds
@@ -76,12 +76,17 @@ def lower_bound(request: Request) -> float:
         kinds=cluster.kinds,
         machine_kinds=tuple(kind for kind in cluster.machine_kinds for _ in range(inner)),
     )
+    update_rate = request.update_rate
+    if request.zero != "never" and request.constrains_stages(request.device_types):
+        update_rate *= cluster.devices  # each may update a part of the parameters
     relaxed = replace(
         request,
+        update_rate=update_rate,
         cluster=flat,
         model=RelaxedCost.of(cluster),
         memory=None,
         recompute="never",
+        zero="never",
         latency=None,
         schedule="flush" if in_rounds else "weight-stashing",
         microbatches=microbatches if in_rounds else None,

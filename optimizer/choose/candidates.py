@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.optimizer.choose.division import Division, in_order
 from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost, ReleasedCost
 from pipedream.optimizer.search.planner import rough_plan
 from pipedream.optimizer.search.request import Request
 
-_MOST_CUTS = 300
-"""Cuts over which the search under another cost model is made."""
+_MOST_CUTS, _FEW_DEVICES = 300, 64
+"""Cuts over which the search under another cost model is made, with up to so many devices; with
+more, the fewer the more there are of them: the work goes with the squares of both.
+"""
 
 DATA_PARALLEL = "data parallelism"
 
@@ -32,6 +35,8 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
         yield DATA_PARALLEL, data_parallel(request)
     for model in MODELS:
         yield from _divisions(f"best by {model.name}", replace(request, model=model))
+    if not rules.straight and not request.has_many_devices:
+        yield from _on_fewer(request)
     crowded = devices > len(request.planning)
     straight = replace(rules, straight=True, fewer_machines=rules.fewer_machines or crowded)
     for model in (NetworkCost(), PaperCost()):
@@ -39,9 +44,32 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
         yield from _divisions("straight pipeline", changed)
 
 
+def _on_fewer(request: Request) -> Iterator[tuple[str, Division]]:
+    """Plans on the first half of the devices, a quarter, and so on: they may be as fast as all."""
+    cluster = request.cluster
+    while len(cluster.kinds) < 2 and (half := _half(cluster)) is not None:
+        cluster = half
+        name = f"best on {cluster.devices} devices"
+        yield from _divisions(name, replace(request, cluster=cluster))
+
+
+def _half(cluster: Cluster) -> Cluster | None:
+    """The first half of the components of the outermost level that has several; None if they are
+    not even in number, or are no more a ring whose all-reduce was measured.
+    """
+    machines = list(cluster.machines)
+    level = max((k for k, count in enumerate(machines) if count > 1), default=0)
+    if machines[level] % 2 or (machines[level] == 2 and cluster.all_reduce):
+        return None
+    machines[level] //= 2
+    kinds = cluster.machine_kinds[: machines[-1]]
+    return cluster.model_copy(update={"machines": tuple(machines), "machine_kinds": kinds})
+
+
 def _divisions(name: str, request: Request) -> Iterator[tuple[str, Division]]:
+    most = int(_MOST_CUTS * min(1.0, _FEW_DEVICES / request.cluster.devices))
     try:
-        division = Division.of(rough_plan(request, _MOST_CUTS).plan, request.planning)
+        division = Division.of(rough_plan(request, most).plan, request.planning)
     except UserError:
         return
     yield name, division

@@ -204,7 +204,7 @@ def _under_others(
         fitting = [trial for trial in tried if trial is not None and trial.fits]
         if fitting:
             best = min(fitting, key=lambda trial: trial.seconds)
-            if neighbours is not None:
+            if neighbours is not None and not request.has_many_devices:
                 best = climb(best, trials, _steps(neighbours), trials.spent + _BUDGET_OF_OTHERS)
             count = best.plan.predicted.microbatches
             microbatches = max(microbatches, count or 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
-from pipedream.graph.choices import MICROBATCHES
+from pipedream.graph.choices import MICROBATCHES, Recompute, Zero
 from pipedream.graph.plan import DraftPlan, LinkSeconds, OrderTimes, StageMemory
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.trial import Trial, Trials
@@ -72,18 +73,21 @@ class OrderedTrials(Trials[OrderedTrial]):
         self.order, self.shape, self.types = order, shape, request.device_types
 
     def make(self, division: Division, within: float) -> OrderedTrial | None:
-        """None also if no order has room. With --recompute auto, of a plan that does not fit the
-        one that recomputes.
+        """None also if no order has room. With --zero auto, and --recompute auto or whole, the
+        first plan that fits: without, with one of them, with both. Stages recompute as a whole.
         """
-        trial = self._make(division, self.request.recompute == "always")
-        if self.request.recompute == "auto" and (trial is None or not trial.fits):
-            trial = self._make(division, recompute=True) or trial
+        trial = None
+        for recompute, zero in product(
+            _ways(self.request.recompute), _ways(self.request.zero, max(division.replicas) > 1)
+        ):
+            if trial is None or not trial.fits:
+                trial = self._make(division, recompute, zero) or trial
         self.known[division] = trial
         return trial
 
-    def _make(self, division: Division, recompute: bool) -> OrderedTrial | None:
+    def _make(self, division: Division, recompute: bool, zero: bool) -> OrderedTrial | None:
         self.plans += 1
-        stages = _Stages(self.request, self.shape, division, recompute)
+        stages = _Stages(self.request, self.shape, division, recompute, zero)
         plan = stages.plan(self.order, [1] * len(self.shape.places))
         if self.order == AUTO:
             plan = plan.model_copy(update={"order_times": stages.order_times(plan)})
@@ -125,6 +129,13 @@ class OrderedTrials(Trials[OrderedTrial]):
         return max(work) / self.types.fastest
 
 
+def _ways(asked: Recompute | Zero, possible: bool = True) -> tuple[bool, ...]:
+    """Whether to do it, the first choice first."""
+    if asked == "never" or not possible:
+        return (False,)
+    return (True,) if asked == "always" else (False, True)
+
+
 def _spec(plan: DraftPlan) -> PipelineSpec:
     microbatches = plan.predicted.microbatches or MICROBATCHES
     return PipelineSpec(plan.schedule, plan.replicas, plan.links, microbatches)
@@ -146,10 +157,12 @@ def _held(simulation: Simulation) -> dict[int, float]:
 class _Stages:
     """The stages between the cuts of a division, on the ranks of a shape."""
 
-    def __init__(self, request: Request, shape: Shape, division: Division, recompute: bool) -> None:
+    def __init__(
+        self, request: Request, shape: Shape, division: Division, recompute: bool, zero: bool
+    ) -> None:
         self.request, self.types = request, request.device_types
         self.network = Network(request.cluster)
-        self.shape, self.recompute = shape, recompute
+        self.shape, self.recompute, self.zero = shape, recompute, zero
         self.cuts = division.cuts(self.request.planning)
         self.placed = division.placed(self.request.cluster)
         self.last = len(shape.places) - 1
@@ -165,7 +178,13 @@ class _Stages:
 
     def _memory(self, in_flight: Sequence[int]) -> tuple[StageMemory, ...]:
         return tuple(
-            self.model.of(stage, stage + 1, Peak(count, 1), self.recompute and stage < self.last)
+            self.model.of(
+                stage,
+                stage + 1,
+                Peak(count, 1),
+                self.recompute and stage < self.last,
+                self.placed[stage].replicas if self.zero else 1,
+            )
             for stage, count in enumerate(in_flight)
         )
 
@@ -177,6 +196,7 @@ class _Stages:
                 self.recompute and stage < self.last,
                 memory,
                 self.types.worst_of_machines(placed.machines),
+                self.zero and placed.replicas > 1,
             )
             for stage, (count, memory, placed) in enumerate(
                 zip(in_flight, self._memory(in_flight), self.placed, strict=True)

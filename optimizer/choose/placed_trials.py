@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipedream.graph.plan import DraftPlan
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.trial import Trial, Trials
 from pipedream.optimizer.search.placed_plan import placed_plan
 from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_work
+from pipedream.optimizer.simulate.workload import Workload
 
 _TRIAL, _NODE = 2_000, 5
 """What a trial costs besides its actions, and for each node of the graph, counted in actions."""
@@ -27,6 +30,7 @@ class PlacedTrials(Trials[Trial]):
         super().__init__(request)
         self.effort = _TRIAL + _NODE * len(self.graph)
         self.bounds: dict[Division, float] = {}
+        self._played: dict[tuple[Division, tuple[int, ...] | None], Simulation | None] = {}
         self._sums: dict[int, float] = {}
         cluster = request.cluster
         self._speeds = [cluster.device(rank).speed for rank in range(cluster.devices)]
@@ -69,14 +73,24 @@ class PlacedTrials(Trials[Trial]):
         if form.bound > within:
             return None
         self.known[division], self.plans = None, self.plans + 1
-        simulation = simulate_work(plan, form.workload, QUICK_MOVES)
+        simulation = self._simulated(division, plan, form.workload)
         if simulation is None:
             return None
-        self.spent += len(simulation.program.op)
         fits = all(worker.share <= 1 for worker in workers)
         trial = Trial(division, simulation.noted_in(plan), simulation, fits, form.why, form.bound)
         self.known[division] = trial
         return trial
+
+    def _simulated(
+        self, division: Division, plan: DraftPlan, workload: Workload
+    ) -> Simulation | None:
+        """With as many minibatches in flight as memory allows, more slack may change nothing."""
+        key = division._replace(slack=1), plan.max_in_flight
+        if key not in self._played:
+            simulation = simulate_work(plan, workload, QUICK_MOVES, rough=True)
+            self.spent += 0 if simulation is None else len(simulation.program.op)
+            self._played[key] = simulation
+        return self._played[key]
 
     def _passes(self, division: Division) -> float:
         """Seconds per minibatch that the passes of the busiest stage take at least."""

@@ -87,6 +87,12 @@ GROUPS = {
             " beside GRAPH, if there]",
         ),
         option(
+            "--again PROFILE",
+            "A further profile.json of the same model on the same machine, such as of another time"
+            " of day: times are the mean, and the interval of the expected time is as wide as they"
+            " differ. Repeat for more.  [default: none]",
+        ),
+        option(
             "--cost-model",
             "How plans are judged: by the simulator (network), or by a formula: PipeDream's as"
             " published (paper) or as released, or one for measured links.  [default: network]",
@@ -190,8 +196,18 @@ GROUPS = {
         ),
         option(
             "--recompute",
-            "Recompute a stage's forward pass before its backward pass; auto: only in stages that"
-            " --memory would not hold otherwise.",
+            "Recompute forward passes for backward passes; auto: in stages that --memory would not"
+            " hold otherwise, single nodes where that is enough; whole: there, whole stages.",
+        ),
+        option(
+            "--host-bandwidth BYTES",
+            "Bytes per second between a device and its host, each way: stages that --memory would"
+            " not hold may then keep activations there.  [default: they stay on the device]",
+        ),
+        option(
+            "--zero",
+            "Divide the optimizer's state among the replicas of a stage (ZeRO-1); auto: only in"
+            " stages that --memory would not hold otherwise.",
         ),
         option(
             "--in-flight",

@@ -26,6 +26,7 @@ from pipedream.graph.choices import (
     OptimizerName,
     Recompute,
     ScheduleName,
+    Zero,
 )
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Options:
     workers: Count | None = None
 
     profile: Path | None = None
+    again: tuple[Path, ...] = ()
     cost_model: Literal["network", "paper", "released", "measured"] | None = None
     activation_compression: Factor | None = None
     update_rate: str | None = None
@@ -101,6 +103,8 @@ class Options:
     optimizer: OptimizerName = "adam"
     weight_prediction: bool = False
     recompute: Recompute = "auto"
+    zero: Zero = "auto"
+    host_bandwidth: str | None = None
     in_flight: InFlight = "useful"
 
     mesh: str | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.profile import folder_of, sizes_in
+from pipedream.optimizer.calibrate.verdict import Verdict
 from pipedream.optimizer.choose.tied import plan_shared
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.like import recorded_options
@@ -92,12 +93,23 @@ def plan(options: Options) -> Planning:
     if isinstance(options.graph, Path) and options.graph.is_dir():
         return _plan_by_size(options, options.graph)
     fitting = with_fitting_mesh(options)
-    planning = plan_task(make_task(fitting), fitting)
+    planning = _beside_run(plan_task(make_task(fitting), fitting))
     if fitting is options:
         return planning
     note = f"Teams of --mesh {options.mesh} do not divide the devices: other workers were planned."
     noted = replace(planning.outcome, notes=(note, *planning.outcome.notes))
     return replace(planning, outcome=noted)
+
+
+def _beside_run(planning: Planning) -> Planning:
+    """With the gain on the plan of the newest run that the times were corrected by, if any."""
+    known, plan = planning.task.calibration, planning.outcome.plan
+    if not known.runs:
+        return planning
+    now = known.priced(known.runs[-1].measured.plan, planning.task.of_devices)
+    verdict = Verdict(known.runs[-1], now, plan)
+    gain = 0.0 if verdict.stays else verdict.gain
+    return replace(planning, outcome=planning.outcome.predicting(gain=gain))
 
 
 @contextmanager
@@ -289,6 +301,8 @@ def _check_by_size(options: Options) -> None:
         raise UserError(
             f"--calibrate: a run has one batch size: name the graph.txt of that one in {folder}"
         )
+    if options.again:
+        raise UserError(f"--again: name the graph.txt of one batch size in {folder}")
     if "profile" in options.typed:
         raise UserError(f"--profile: in {folder} each batch size has its own: leave it out")
     if options.output is not None and options.output.resolve() == folder.resolve():

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipedream.graph.choices import DEFAULT_ORDER, IntraOp, ScheduleName
+from pipedream.graph.choices import DEFAULT_ORDER, IntraOp, ScheduleName, Zero
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.placements.placement import Mesh, device_count
-from pipedream.graph.profile import Footprint, Profile, ProfiledProcess
+from pipedream.graph.profile import Footprint, Profile, ProfiledProcess, TrainingOverheads
 from pipedream.graph.units import show_bytes
+from pipedream.optimizer.calibrate.further_profiles import at_their_mean, levels_of
 from pipedream.optimizer.calibrate.runs import CalibrationRun
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.cli.calibration import Calibration
@@ -193,7 +194,7 @@ def make_task(options: Options) -> Task:
         check_sweep(cluster, numbers)
     _check_files(options)
     profiled, profile, runs = _read_model(options)
-    overheads = profile.training_overheads if profile and profile.footprints else None
+    overheads = _overheads(options, profiled, profile)
     schedule, cost_model = _schedule(options, latency), _cost_model(options)
     operators = _operators(options, profiled, profile)
     rates = {} if overheads is None else overheads.update_rates
@@ -209,6 +210,11 @@ def make_task(options: Options) -> Task:
         latency=latency,
         optimizer=options.optimizer,
         recompute=options.recompute,
+        zero=_zero(options),
+        host_bandwidth=None
+        if options.host_bandwidth is None
+        else bytes_of("--host-bandwidth", options.host_bandwidth),
+        selective=profile is None or profile.compile is None,  # what is compiled runs as a whole
         in_flight=options.in_flight,
         update_rate=rate or rates.get(options.optimizer, UPDATE_RATE),
         overheads=overheads,
@@ -262,6 +268,18 @@ def _process(profile: Profile | None, cluster: Cluster) -> ProfiledProcess | Non
     return profile.process if profile is not None and alike else None
 
 
+def _zero(options: Options) -> Zero:
+    """Returns whether replicas may divide the optimizer's state. Raises UserError."""
+    if not options.weight_prediction:
+        return options.zero
+    if options.zero == "always":
+        raise UserError(
+            "--zero always: replicas that divide updates know the last step of their parts alone,"
+            " and weight prediction needs all of it: leave --weight-prediction or --zero out"
+        )
+    return "never"
+
+
 def _check_room(request: Request) -> None:
     """Raises UserError if a device has no bytes for the model."""
     if request.device_types.smallest_memory <= 0:
@@ -278,9 +296,31 @@ def _read_model(options: Options) -> tuple[Graph, Profile | None, Sequence[Calib
     profile = profile_of(options, graph)
     if profile is not None:
         graph = profile.divide_backward(graph)
+    graph = at_their_mean(graph, _further_levels(options, graph, profile))
     for run in runs:
         run.check(graph, options.graph_path, options.profile_path, profile)
     return graph, profile, runs
+
+
+def _further_levels(options: Options, graph: Graph, profile: Profile | None) -> tuple[float, ...]:
+    """Returns how slow the machine was in each profile of --again. Raises UserError."""
+    if not options.again:
+        return ()
+    if profile is None:
+        raise UserError(
+            f"--again {options.again[0]}: there is no {options.profile_path} of this graph to"
+            " compare with: run pd-profile again"
+        )
+    return levels_of(profile, graph, options.again)
+
+
+def _overheads(options: Options, graph: Graph, profile: Profile | None) -> TrainingOverheads | None:
+    """Returns the costs of training that were profiled, and how sure all times are."""
+    if profile is None or profile.footprints is None:
+        return None
+    found = profile.training_overheads
+    others = _further_levels(options, graph, profile)
+    return replace(found, uncertainty=found.uncertainty._replace(others=others))
 
 
 def _schedule(options: Options, latency: Latency | None) -> ScheduleName:

@@ -10,15 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipedream.graph.choices import MICROBATCHES, OptimizerName, ScheduleName
 from pipedream.graph.plan import StageMemory
+from pipedream.optimizer.cost.recomputation import (
+    OFFLOADED_SETS,
+    Offloaded,
+    RecomputationClasses,
+    Recomputed,
+)
 from pipedream.optimizer.cuts.downsets import Cuts, States
-from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
+from pipedream.optimizer.cuts.planning_graph import Floats, Ints, PlanningGraph
 from pipedream.schedule.policy import Peak, Policy, policy, uniform_updates
 from pipedream.schedule.spec import PipelineSpec
 
@@ -73,13 +80,19 @@ class TrainingSettings:
         return self.policy(replicas, in_flight).peak(0)
 
 
+StateParts: TypeAlias = int | Ints
+"""Replicas that divide the optimizer's state; for each of several stages, or the same for all."""
+
+_Varying: TypeAlias = tuple[Floats, Floats, Floats]
+
+
 class _Copies(NamedTuple):
     """How often a worker holds the parameters once more, as older versions and as the optimizer's
     state, and what a minibatch saves and receives, besides what a backward pass holds.
     """
 
     older: int
-    state: int
+    state: Floats | float
     saved: int
     received: int
 
@@ -94,13 +107,14 @@ class MemoryModel:
         self.cuts = cuts
         self.settings = settings
         graph = cuts.graph
-        moment = _moments(graph)
+        self._moment = moment = _moments(graph)
         self._saved = np.cumsum(self._by_moment(moment, graph.saved_bytes), axis=0)
         self._parameters = np.cumsum(self._by_moment(moment, graph.parameter_bytes), axis=0)
         self._nodes = self._by_moment(moment, np.ones(len(graph)))
         self._workspace = np.zeros(len(self._nodes))
         np.maximum.at(self._workspace, moment, graph.workspace_bytes)
         self._last: tuple[int, tuple[Floats, ...]] = (-1, ())
+        self._last_of_class: dict[int, tuple[int, tuple[Floats, Floats]]] = {}
 
     def _by_moment(self, moment: NDArray[np.intp], values: Floats) -> Floats:
         """[moment, state]: the sum over the moment's nodes before the cut."""
@@ -111,13 +125,18 @@ class MemoryModel:
         moments = range(max(moment) + 1)
         return np.array([self.cuts.sum(np.where(moment == m, values, 0.0)) for m in moments])
 
-    def total(self, start: int, ends: States, peak: Peak, recompute: bool) -> Floats:
-        """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
+    def total(
+        self, start: int, ends: States, peak: Peak, recompute: bool, parts: StateParts = 1
+    ) -> Floats:
+        """Bytes of the stages from `start` to each of `ends`, with `peak` in flight; `parts`: among
+        how many replicas the optimizer's state is divided.
+        """
         if self._last[0] != start:  # a search asks for one start many times in a row
-            varying = self._on_device(*self._varying_parts(start, slice(None))).max(axis=0)
+            varying = np.asarray(sum(self._varying_parts(start, slice(None)))).max(axis=0)
+            varying *= self.settings.overhead
             self._last = start, (*self._amounts(start, slice(None)), varying)
         parameters, saved, received, sent, varying = self._last[1]
-        copies = self._copies(peak, recompute)
+        copies = self._copies(peak, recompute, parts)
         passing = copies.saved * saved[ends] + copies.received * received[ends] + sent[ends]
         return np.asarray(
             (1 + copies.older + copies.state) * parameters[ends]
@@ -125,8 +144,48 @@ class MemoryModel:
             + varying[ends]
         )
 
-    def of(self, start: int, end: int, peak: Peak, recompute: bool) -> StageMemory:
-        """The items of one stage.
+    @cached_property
+    def classes(self) -> RecomputationClasses:
+        """Of nodes that stages may recompute one by one."""
+        return RecomputationClasses(self.cuts)
+
+    @cached_property
+    def _saved_by_classes(self) -> list[Floats]:
+        """[moment, state] of each class: what its nodes save, and those of cheaper ones."""
+        saved = self.classes.nodes.saved_bytes
+        return [
+            np.cumsum(self._by_moment(self._moment, members * saved), axis=0)
+            for members in self.classes.members
+        ]
+
+    def without_classes(
+        self, start: int, ends: States, peak: Peak, number: int, parts: StateParts = 1
+    ) -> Floats:
+        """As `total`, if the nodes of classes 0 to `number` are recomputed one by one. Not less
+        than what is needed.
+        """
+        known = self._last_of_class.get(number)
+        if known is None or known[0] != start:
+            every = slice(None)
+            table = self._saved_by_classes[number]
+            freed = table - table[:, start, None]
+            saved, *others = self._varying_parts(start, every)
+            again = np.minimum(self.classes.made_again[number], freed)
+            saved[:-1] += again - freed
+            varying = self.settings.overhead * np.asarray(sum((saved, *others))).max(axis=0)
+            fixed = self._last[1][-1] if self._last[0] == start else None
+            assert fixed is not None, "total comes first"
+            known = start, (freed[-1], fixed - varying)
+            self._last_of_class[number] = known
+        freed, less = known[1]
+        plain = self.total(start, ends, peak, False, parts)
+        less_saved = self.settings.overhead * (peak.in_flight - 1) * freed[ends]
+        return np.asarray(plain - less_saved - less[ends])
+
+    def of(
+        self, start: int, end: int, peak: Peak, recompute: Recomputed, parts: StateParts = 1
+    ) -> StageMemory:
+        """The items of one stage; `parts` as in `total`.
 
         Gradients last from a backward pass to its update; with schedules that make one update per
         several minibatches, for the whole round. Each minibatch in flight keeps what the stage
@@ -135,10 +194,17 @@ class MemoryModel:
         """
         ends = slice(end, end + 1)
         parameters, saved, received, sent = self._amounts(start, ends)
-        copies = self._copies(peak, recompute)
-        parts = self._varying_parts(start, ends)
-        at = self._on_device(*parts).argmax(axis=0)[None]
-        oldest, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
+        copies = self._copies(peak, recompute is True, parts)
+        if isinstance(recompute, Offloaded):
+            copies = copies._replace(saved=min(copies.saved, OFFLOADED_SETS - 1))
+            recompute = False
+        varying, again = self._varying_parts(start, ends), np.zeros(0)
+        if recompute:
+            varying, again = self._with_recomputed(start, end, recompute, varying)
+            saved = saved - self._freed(recompute)
+        at = np.asarray(sum(varying)).argmax(axis=0)[None]
+        oldest, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in varying)
+        made = again[at[0]] if recompute else np.zeros(1)
         activations = copies.saved * saved + oldest
         inputs = copies.received * received + sent
         passing = gradients + activations + inputs + workspace
@@ -147,16 +213,53 @@ class MemoryModel:
             "weight_versions": copies.older * parameters,
             "optimizer_state": copies.state * parameters,
             "gradients": gradients,
-            "activations": activations,
+            "activations": activations - made,
+            "recomputed": made,
             "inputs": inputs,
             "workspace": workspace,
             "allocator": (self.settings.overhead - 1) * passing,
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
-    def _on_device(self, oldest: Floats, gradients: Floats, workspace: Floats) -> Floats:
-        """The sum of parts that vary, with what the allocator adds."""
-        return np.asarray(self.settings.overhead * (oldest + gradients + workspace))
+    def offloaded(self, start: int, ends: States, peak: Peak, parts: StateParts = 1) -> Floats:
+        """As `total`, if what is saved is moved to the host."""
+        saved = self._saved[-1, ends] - self._saved[-1, start]
+        moved = max(0, peak.in_flight - OFFLOADED_SETS) * saved
+        return np.asarray(
+            self.total(start, ends, peak, False, parts) - self.settings.overhead * moved
+        )
+
+    def copy_seconds(self, start: int, ends: States, bandwidth: float) -> Floats:
+        """Seconds to move what a minibatch saves, at so many bytes per second."""
+        return np.asarray((self._saved[-1, ends] - self._saved[-1, start]) / bandwidth)
+
+    @cached_property
+    def compute_seconds(self) -> Floats:
+        """[state]: forward and backward of the nodes before the cut."""
+        return self.cuts.sum(self.cuts.graph.compute_seconds)
+
+    def _freed(self, recompute: bool | tuple[int, ...]) -> float:
+        """Bytes that a minibatch in flight does not keep, where single nodes are recomputed."""
+        nodes = [] if isinstance(recompute, bool) else list(recompute)
+        return float(self.classes.nodes.saved_bytes[nodes].sum()) if nodes else 0.0
+
+    def _with_recomputed(
+        self, start: int, end: int, recompute: bool | tuple[int, ...], varying: _Varying
+    ) -> tuple[_Varying, Floats]:
+        """`_varying_parts` of one stage that recomputes, and of those [moment] what has been made
+        again. A stage that does so as a whole makes all of it at once.
+        """
+        saved, gradients, workspace = varying
+        if isinstance(recompute, bool):
+            return varying, saved[:, 0]
+        inside = self.cuts.nodes(start, end)
+        moments, last = self._moment, len(saved) - 1
+        freed, made = np.zeros(last), np.zeros(last)
+        np.add.at(freed, moments[list(recompute)], self.classes.nodes.saved_bytes[list(recompute)])
+        freed = np.append(np.cumsum(freed), 0.0)
+        np.maximum.at(made, moments[list(inside)], self.classes.nodes.made_again(inside, recompute))
+        made = np.minimum(np.append(made, 0.0), freed)
+        return ((saved[:, 0] - freed + made)[:, None], gradients, workspace), made
 
     def _amounts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats, Floats]:
         """Bytes of parameters, of what a minibatch saves and receives, and of what is sent and read
@@ -171,16 +274,16 @@ class MemoryModel:
             self.cuts.bytes_across[ends] + self.settings.read_ahead * ahead,
         )
 
-    def _copies(self, peak: Peak, recompute: bool) -> _Copies:
+    def _copies(self, peak: Peak, recompute: bool, parts: StateParts) -> _Copies:
         predicting = self.settings.weight_prediction and peak.in_flight > 1
         return _Copies(
             older=peak.in_flight if predicting else peak.versions - 1,
-            state=STATES[self.settings.optimizer] + predicting,
+            state=STATES[self.settings.optimizer] / parts + predicting,
             saved=0 if recompute else peak.in_flight - 1,
             received=peak.in_flight + 1,
         )
 
-    def _varying_parts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats]:
+    def _varying_parts(self, start: int, ends: States) -> _Varying:
         """[moment, end]: what changes during the backward pass: saved by the oldest minibatch,
         gradients, workspace; the last moment is the update.
         """
@@ -225,9 +328,7 @@ class HeldBytes:
     halfway: float | None = None
 
     @staticmethod
-    def of(
-        memory: StageMemory | None, peak: Peak, recompute: bool, kept: float = math.nan
-    ) -> HeldBytes:
+    def of(memory: StageMemory | None, peak: Peak, kept: float = math.nan) -> HeldBytes:
         """Splits the memory at the peak, with `peak` in flight; all zero if it is not known.
 
         `kept`: what the stage's nodes make and need after the gradients of their inputs, if that is
@@ -235,14 +336,11 @@ class HeldBytes:
         """
         if memory is None:
             return HeldBytes()
-        saved = 0.0 if recompute else memory.activations
         return HeldBytes(
             always=memory.parameters + memory.optimizer_state + memory.allocator,
             version=memory.weight_versions / max(1, peak.versions - 1),
-            minibatch=(memory.inputs + saved) / peak.in_flight,
-            backward=memory.workspace
-            + memory.gradients
-            + (memory.activations if recompute else 0.0),
+            minibatch=(memory.inputs + memory.activations) / peak.in_flight,
+            backward=memory.workspace + memory.gradients + memory.recomputed,
             gradients=memory.parameters,
             halfway=None if math.isnan(kept) else kept + memory.inputs / peak.in_flight,
         )

@@ -15,11 +15,12 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedream.graph.choices import Recompute
+from pipedream.graph.choices import Recompute, Zero
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import WorstDevice
-from pipedream.optimizer.cost.memory import MemoryModel
+from pipedream.optimizer.cost.memory import MemoryModel, StateParts
 from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
+from pipedream.optimizer.cost.recomputation import Offloaded, Recomputed, compute_seconds
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.schedule.policy import Peak
@@ -43,15 +44,19 @@ class StageCost(Protocol):
     """Costs of the stages from cut `start` to each of `ends`; infinite if not allowed.
 
     `downstream_workers` is the number of workers of later stages per worker of this one, rounded
-    up. It determines how many minibatches the stage has in flight.
+    up. It determines how many minibatches the stage has in flight. `replicas` is the number of
+    those of the stage on all levels, where the cost on a device depends on it.
     """
 
     depends_on_downstream: bool
+    depends_on_replicas: bool
 
     def on(self, device: WorstDevice) -> StageCost:
         """The same question for stages whose worst device is `device`."""
 
-    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
+    def on_device(
+        self, start: int, ends: States, downstream_workers: int, replicas: int = 1
+    ) -> Floats:
         """[end]: the cost on one device."""
 
     def price(self, inner: Floats, shares: Iterable[LevelShare]) -> Floats:
@@ -69,32 +74,108 @@ class StageCost(Protocol):
 class MemoryLimit:
     """The `bytes` of each device, the memory model of stages, and the recomputation allowed.
 
-    `recompute`: never; in stages that would not fit otherwise (auto); always in all stages but the
-    last, whose backward pass follows its forward pass at once (except with gpipe).
+    `recompute`: never; in stages that would not fit otherwise (auto, whole); always in all stages
+    but the last, whose backward pass follows its forward pass at once (except with gpipe). `zero`:
+    whether replicas divide the optimizer's state among them, likewise; that costs less than
+    recomputation, and comes before it. `selective`: single nodes may be recomputed, where that is
+    enough. `host_bandwidth`: bytes per second to the host and back, where activations may be moved
+    there. `speed` of the devices.
     """
 
     bytes: float
     memory: MemoryModel
     recompute: Recompute = "never"
+    zero: Zero = "never"
+    selective: bool = False
+    host_bandwidth: float | None = None
+    speed: float = 1.0
 
     def on(self, device: WorstDevice) -> MemoryLimit:
         """The limit with the memory of this device."""
-        return replace(self, bytes=device.memory)
+        return replace(self, bytes=device.memory, speed=device.speed)
 
-    def fits(self, start: int, ends: States, peak: Peak, recompute: bool) -> Bools:
-        return self.memory.total(start, ends, peak, recompute) <= self.bytes
+    def fits(
+        self, start: int, ends: States, peak: Peak, recompute: bool, parts: StateParts = 1
+    ) -> Bools:
+        return self.memory.total(start, ends, peak, recompute, parts) <= self.bytes
 
-    def choose(self, start: int, ends: States, peak: Peak, last: bool) -> tuple[Bools, Bools]:
-        """For each stage whether it fits at all, and whether it recomputes.
+    def state_parts(
+        self, start: int, ends: States, peak: Peak, last: bool, replicas: int
+    ) -> StateParts:
+        """For each stage of so many replicas, among how many the optimizer's state is divided."""
+        if replicas == 1 or self.zero == "never":
+            return 1
+        if self.zero == "always":
+            return replicas
+        fits = self.fits(start, ends, peak, self.recompute == "always" and not last)
+        return np.where(fits, 1, replicas)
 
-        `last`: the stages end the pipeline.
+    def choose(
+        self, start: int, ends: States, peak: Peak, last: bool, parts: StateParts = 1
+    ) -> tuple[Bools, Floats]:
+        """For each stage whether it fits at all, and the seconds of a minibatch that it recomputes,
+        or waits for the host.
+
+        `last`: the stages end the pipeline. `parts`: as by `state_parts`.
         """
         allowed = not last and self.recompute != "never"
-        plain = not (allowed and self.recompute == "always")
-        fits = self.fits(start, ends, peak, recompute=not plain)
-        if not (allowed and plain) or fits.all():
-            return fits, np.full_like(fits, not plain)
-        return fits | self.fits(start, ends, peak, recompute=True), ~fits
+        forward = self.memory.cuts.forward_seconds
+        again = np.asarray(forward[ends] - forward[start])
+        if allowed and self.recompute == "always":
+            return self.fits(start, ends, peak, True, parts), again
+        fits = self.fits(start, ends, peak, False, parts)
+        cost = np.full_like(again, np.inf)
+        if allowed and not fits.all():
+            cost = np.where(self.fits(start, ends, peak, True, parts), again, np.inf)
+        if self._by_node and not fits.all():
+            for number, seconds in reversed(list(enumerate(self.memory.classes.seconds))):
+                needed = self.memory.without_classes(start, ends, peak, number, parts)
+                some = np.minimum(seconds[ends] - seconds[start], again)
+                cost = np.minimum(cost, np.where(needed <= self.bytes, some, np.inf))
+        if self._by_node and self.host_bandwidth is not None and not fits.all():
+            enough = self.memory.offloaded(start, ends, peak, parts) <= self.bytes
+            copies = self.memory.copy_seconds(start, ends, self.host_bandwidth) * self.speed
+            compute = self.memory.compute_seconds
+            waiting = np.maximum(copies - (compute[ends] - compute[start]), 0.0)
+            cost = np.minimum(cost, np.where(enough, waiting, np.inf))
+        cost[fits] = 0.0
+        fits = np.isfinite(cost)
+        return fits, np.where(fits, cost, 0.0)
+
+    def chosen(
+        self, start: int, end: int, peak: Peak, last: bool, parts: StateParts = 1
+    ) -> Recomputed:
+        """What a stage recomputes or moves to the host: the fastest that is enough. Where nothing
+        is enough, what needs least. `parts` as in `choose`.
+        """
+        ends = slice(end, end + 1)
+        allowed = not last and self.recompute != "never"
+        if allowed and self.recompute == "always":
+            return True
+        if self.fits(start, ends, peak, False, parts)[0]:
+            return False
+        if not self._by_node:
+            return allowed
+
+        def bytes_of(choice: Recomputed) -> float:
+            return self.memory.of(start, end, peak, choice, parts).total
+
+        nodes, inside = self.memory.classes.nodes, self.memory.cuts.nodes(start, end)
+        fastest = nodes.choose(inside, lambda some: bytes_of(some) <= self.bytes)
+        some = (nodes.closed(own, inside) for own in nodes.classes)
+        choices: list[Recomputed] = [allowed, *(some if fastest is None else [fastest])]
+        if self.host_bandwidth is not None:
+            copies = self.memory.copy_seconds(start, ends, self.host_bandwidth)[0]
+            choices.append(Offloaded(float(copies) * self.speed))
+        enough = [choice for choice in choices if bytes_of(choice) <= self.bytes]
+        if enough:
+            graph = self.memory.cuts.graph
+            return min(enough, key=lambda choice: compute_seconds(graph, inside, choice))
+        return min(choices, key=bytes_of)
+
+    @property
+    def _by_node(self) -> bool:
+        return self.selective and self.recompute == "auto"
 
 
 class Priced(ABC):
@@ -103,7 +184,7 @@ class Priced(ABC):
     `bytes_across[state]` crosses the state's cut.
     """
 
-    depends_on_downstream = False
+    depends_on_downstream = depends_on_replicas = False
 
     def __init__(self, cluster: Cluster, model: CostModel, bytes_across: Floats) -> None:
         self.model = model
@@ -166,6 +247,7 @@ class Replication(Priced):
         self.limit = limit
         self.working = working
         self.depends_on_downstream = limit is not None
+        self.depends_on_replicas = limit is not None and limit.zero != "never"
 
     def on(self, device: WorstDevice) -> Self:
         moved = super().on(device)
@@ -176,15 +258,18 @@ class Replication(Priced):
         parameters: Floats = self.cuts.parameter_bytes[ends] - self.cuts.parameter_bytes[start]
         return parameters
 
-    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
+    def on_device(
+        self, start: int, ends: States, downstream_workers: int, replicas: int = 1
+    ) -> Floats:
         seconds: Floats = np.maximum(self.cuts.seconds[ends] - self.cuts.seconds[start], 0.0)
         if self.working:
             seconds[self.cuts.working[ends] == self.cuts.working[start]] = np.inf
         if self.limit is not None:
             peak = self.limit.memory.settings.peak(downstream_workers)
-            fits, recompute = self.limit.choose(start, ends, peak, last=not downstream_workers)
-            forward = self.cuts.forward_seconds
-            seconds = seconds + np.where(recompute, forward[ends] - forward[start], 0.0)
+            last = not downstream_workers
+            parts = self.limit.state_parts(start, ends, peak, last, replicas)
+            fits, again = self.limit.choose(start, ends, peak, last, parts)
+            seconds = seconds + again
             seconds[~fits] = np.inf
         return (seconds + self.cuts.stage_overhead(start)[ends]) / self.speed
 
@@ -192,14 +277,25 @@ class Replication(Priced):
 class LeastMemory:
     """Bytes on the fullest worker instead of seconds, to find the plan that needs least memory.
 
-    Where devices differ, bytes are scaled as if every device had `reference` of them.
+    `zero`: replicas divide the optimizer's state; `selective`: single nodes may be recomputed;
+    `offload`: activations moved to the host. Where devices differ, bytes are scaled as if every
+    device had `reference` of them.
     """
 
     depends_on_downstream = True
 
-    def __init__(self, memory: MemoryModel, recompute: bool, reference: float = 1.0) -> None:
+    def __init__(
+        self,
+        memory: MemoryModel,
+        recompute: bool,
+        reference: float = 1.0,
+        zero: bool = False,
+        selective: bool = False,
+        offload: bool = False,
+    ) -> None:
         self.memory = memory
-        self.recompute = recompute
+        self.recompute, self.depends_on_replicas = recompute, zero
+        self.selective, self.offload = selective, offload
         self.reference = reference
         self.device_bytes = reference
 
@@ -208,10 +304,18 @@ class LeastMemory:
         moved.device_bytes = device.memory
         return moved
 
-    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
+    def on_device(
+        self, start: int, ends: States, downstream_workers: int, replicas: int = 1
+    ) -> Floats:
         recompute = self.recompute and downstream_workers > 0
         peak = self.memory.settings.peak(downstream_workers)
-        needed = self.memory.total(start, ends, peak, recompute)
+        parts = replicas if self.depends_on_replicas else 1
+        needed = self.memory.total(start, ends, peak, recompute, parts)
+        for number in range(len(self.memory.classes.members) if self.selective else 0):
+            some = self.memory.without_classes(start, ends, peak, number, parts)
+            needed = np.minimum(needed, some)
+        if self.offload:
+            needed = np.minimum(needed, self.memory.offloaded(start, ends, peak, parts))
         if self.device_bytes == self.reference:
             return needed
         return needed * (self.reference / self.device_bytes)

@@ -14,9 +14,9 @@ from itertools import product
 import numpy as np
 
 from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.cost.recomputation import Recomputed, compute_seconds
 from pipedream.optimizer.cost.stage_cost import LevelShare, Replication
 from pipedream.optimizer.cost.stages import NestedStage, Share
-from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 
 def ranks(stage: NestedStage, cluster: Cluster) -> tuple[int, ...]:
@@ -30,14 +30,9 @@ def ranks(stage: NestedStage, cluster: Cluster) -> tuple[int, ...]:
     return tuple(cluster.rank(place) for place in product(*places))
 
 
-def compute_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool) -> float:
-    """Forward plus backward of these nodes on one worker; with `recompute` two forward passes."""
-    inside = list(nodes)
-    second_forward = graph.forward_seconds[inside].sum() if recompute else 0.0
-    return float(graph.compute_seconds[inside].sum() + second_forward)
-
-
-def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -> tuple[float, str]:
+def stage_time(
+    cost: Replication, stage: NestedStage, recompute: Recomputed = False
+) -> tuple[float, str]:
     """Seconds per minibatch that this stage allows, all levels together, and what limits them.
 
     `cost` is that on the stage's worst device. The cost of a level only grows with the cost inside

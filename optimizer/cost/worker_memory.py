@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipedream.graph.plan import StageMemory
 from pipedream.optimizer.cost.device_types import DeviceTypes, WorstDevice
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
+from pipedream.optimizer.cost.recomputation import Recomputed
 from pipedream.optimizer.cost.stage_cost import MemoryLimit
 from pipedream.optimizer.cost.stages import StageOnDevices
 from pipedream.schedule.in_flight import warm_up
@@ -16,7 +19,8 @@ from pipedream.schedule.policy import Peak
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What a worker of one stage holds, with how many minibatches, and whether it recomputes.
+    """What a worker of one stage holds, with how many minibatches, what it recomputes, and whether
+    replicas divide the optimizer's state (`zero`).
 
     `max_in_flight` is the limit on minibatches in flight, `peak` what a round really has of it;
     `device` is the worst device of the stage.
@@ -24,9 +28,10 @@ class WorkerMemory:
 
     peak: Peak
     max_in_flight: int
-    recompute: bool
+    recompute: Recomputed
     memory: StageMemory
     device: WorstDevice
+    zero: bool = False
 
     @property
     def share(self) -> float:
@@ -42,7 +47,8 @@ def worker_memory(
 ) -> list[WorkerMemory]:
     """The memory of each stage's workers with the least in flight, PipeDream's number.
 
-    Whether a stage recomputes is decided by the rule that the search follows.
+    What a stage recomputes, and whether its replicas divide the optimizer's state, is decided by
+    the rules that the search follows.
     """
     least = _warm_ups(stages)
     return [_of_stage(memory, stages, types, least, s, limit) for s in range(len(stages))]
@@ -82,8 +88,8 @@ def with_more_in_flight(
     positions, fewest = range(len(least)), [worker.max_in_flight for worker in least]
 
     def with_in_flight(position: int, in_flight: Sequence[int]) -> WorkerMemory:
-        recompute = least[position].recompute
-        return _of_stage(memory, stages, types, in_flight, position, recompute=recompute)
+        recompute, zero = least[position].recompute, least[position].zero
+        return _of_stage(memory, stages, types, in_flight, position, None, recompute, zero)
 
     def most(position: int) -> int:
         for count in range(useful[position], fewest[position], -1):
@@ -112,15 +118,23 @@ def _of_stage(
     in_flight: Sequence[int],
     position: int,
     limit: MemoryLimit | None = None,
-    recompute: bool = False,
+    recompute: Recomputed = False,
+    zero: bool = False,
 ) -> WorkerMemory:
-    """One stage with `in_flight` of each stage; `limit` decides whether it recomputes."""
+    """One stage with `in_flight` of each stage; `limit` decides what it recomputes, and whether its
+    replicas divide the optimizer's state.
+    """
     stage = stages[position]
     policy = memory.settings.policy([stage.replicas for stage in stages], in_flight)
     peak, last = policy.peak(position), position == len(in_flight) - 1
     device = types.worst_of_machines(stage.machines)
     if limit is not None:
         end = slice(stage.end, stage.end + 1)
-        recompute = bool(limit.on(device).choose(stage.start, end, peak, last)[1][0])
-    items = memory.of(stage.start, stage.end, peak, recompute)
-    return WorkerMemory(peak, in_flight[position], recompute, items, device)
+        limit = limit.on(device)
+        parts = limit.state_parts(stage.start, end, peak, last, stage.replicas)
+        zero = bool(np.all(np.asarray(parts) > 1))
+    parts = stage.replicas if zero else 1
+    if limit is not None:
+        recompute = limit.chosen(stage.start, stage.end, peak, last, parts)
+    items = memory.of(stage.start, stage.end, peak, recompute, parts)
+    return WorkerMemory(peak, in_flight[position], recompute, items, device, zero)

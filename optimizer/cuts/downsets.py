@@ -13,6 +13,9 @@ from pipedream.optimizer.cuts.planning_graph import Floats, Ints, PlanningGraph
 
 States: TypeAlias = slice | Ints
 
+_FEW = 64
+"""Of no more sets, as those of one plan, members are looked at one by one."""
+
 
 class Cuts:
     """The states of a search: downsets of `graph`, each after all those it contains.
@@ -79,6 +82,8 @@ class Cuts:
     @cached_property
     def _read_after(self) -> NDArray[np.uint64]:
         """[state, word]: the nodes, as bits, that some node after the cut reads."""
+        if len(self) <= _FEW:
+            return self._packed(self._reads_of_few())
         masks = self.graph.producer_masks
         width = self.words.shape[1] * 8
         read_after = np.zeros_like(self.words)
@@ -89,6 +94,24 @@ class Cuts:
             if len(words):
                 read_after[:, words] |= _by_byte(np.bitwise_or, read[:, words])[~column]
         return read_after
+
+    def _reads_of_few(self) -> NDArray[np.bool_]:
+        """[node, state]: whether some node after the cut reads the node."""
+        reads, after = np.zeros_like(self.holds), ~self.holds
+        own = [node for node, nodes in enumerate(self.graph.consumers) if nodes]
+        if own:
+            counts = [len(self.graph.consumers[node]) for node in own]
+            first = np.concatenate([[0], np.cumsum(counts[:-1], dtype=np.intp)])
+            readers = np.concatenate([self.graph.consumers[node] for node in own])
+            reads[own] = np.logical_or.reduceat(after[readers], first, axis=0)
+        return reads
+
+    def _packed(self, members: NDArray[np.bool_]) -> NDArray[np.uint64]:
+        """[state, word]: of [node, state], as `words`."""
+        words = np.zeros_like(self.words)
+        packed = np.packbits(members.T, axis=1, bitorder="little")
+        words.view(np.uint8)[:, : packed.shape[1]] = packed
+        return words
 
     @cached_property
     def holds(self) -> NDArray[np.bool_]:
@@ -153,9 +176,12 @@ class Cuts:
 def _sum(sets: NDArray[np.uint8], values: Floats) -> Floats:
     """For each set, a row of bits, the sum of the values of its members.
 
-    Eight at a time and in the same order in every row, so that rounding never makes the sum of a
-    set smaller than that of a subset.
+    In the same order in every row, and eight at a time if there are many, so that rounding never
+    makes the sum of a set smaller than that of a subset.
     """
+    if len(sets) <= _FEW and len(values):
+        members = np.unpackbits(sets, axis=1, count=len(values), bitorder="little")
+        return np.asarray(np.cumsum(np.where(members, values, 0.0), axis=1)[:, -1])
     total = np.zeros(len(sets))
     for place, column in enumerate(sets.T):
         eight = values[8 * place :][:8]

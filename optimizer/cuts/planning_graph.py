@@ -164,9 +164,16 @@ class PlanningGraph:
         """
         if self.footprints is None:
             return self._sums({n: node.output_bytes for n, node in self.graph.nodes.items()})
-        saved = self._sums({name: each.saved for name, each in self.footprints.items()})
         returned = np.array([not readers for readers in self.consumers])
-        return saved + np.where(returned, self.output_bytes, 0.0)
+        return self.own_saved_bytes + np.where(returned, self.output_bytes, 0.0)
+
+    @cached_property
+    def own_saved_bytes(self) -> Floats:
+        """The same without what a loss saves."""
+        if self.footprints is None:
+            read = np.array([bool(readers) for readers in self.consumers])
+            return np.where(read, self.saved_bytes, 0.0)
+        return self._sums({name: each.saved for name, each in self.footprints.items()})
 
     @cached_property
     def workspace_bytes(self) -> Floats:

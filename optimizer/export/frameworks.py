@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
@@ -74,9 +74,24 @@ def export(
         exported = FRAMEWORKS[framework](plan, graph, profile)
     except UserError as error:
         raise UserError(f"--export {framework}: {error.format_message()}") from error
-    if exported.placements is None:
-        return exported
-    return replace(exported, notes=(*exported.notes, *notes(plan, shapes)))
+    placing = () if exported.placements is None else notes(plan, shapes)
+    further = *placing, *_dividing(plan, framework)
+    return replace(exported, notes=(*exported.notes, *further))
+
+
+_ZERO = {
+    "deepspeed": ": set zero_optimization: {stage: 1} in its config",
+    "megatron": ": add --use-distributed-optimizer",
+}
+
+
+def _dividing(plan: Plan, framework: str) -> Iterator[str]:
+    divided = ", ".join(str(stage.stage) for stage in plan.stages if stage.zero)
+    if divided:
+        yield (
+            f"replicas divide the optimizer's state in stage {divided} (ZeRO-1), which the file"
+            f" does not say{_ZERO.get(framework, '')}"
+        )
 
 
 def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:

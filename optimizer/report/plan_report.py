@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph, Node
-from pipedream.graph.plan import Plan, Stage
+from pipedream.graph.plan import Plan, Predicted, Stage
 from pipedream.graph.profile import Machine, Profile
 from pipedream.graph.tables import end_of, make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
@@ -36,12 +36,13 @@ _ITEMS = {
     "optimizer_state": "optimizer\nstate",
     "gradients": "gradients",
     "activations": "activations",
+    "recomputed": "re-\ncomputed",
     "inputs": "received",
     "workspace": "work-\nspace",
     "allocator": "allo-\ncator",
 }
 """The items of `StageMemory`, as the columns of the table are called."""
-_RARE_ITEMS = ("allocator",)
+_RARE_ITEMS = ("recomputed", "allocator")
 """Without a column where no stage has any."""
 _NARROW = 100  # columns; tables are set closer on fewer
 
@@ -124,8 +125,20 @@ def _kinds(cluster: Cluster, ranks: Iterable[int]) -> str:
 def _memory_table(outcome: Outcome) -> Table:
     plan = outcome.plan
     measured = "as measured" if outcome.measured else "assumed to be the nodes' outputs"
-    recomputing = [str(stage.stage) for stage in plan.stages if stage.recompute]
+    recomputing = [
+        f"{stage.stage} ({len(stage.recomputed_nodes)} of {len(stage.nodes)} nodes)"
+        if stage.recomputed_nodes
+        else str(stage.stage)
+        for stage in plan.stages
+        if stage.recompute
+    ]
     note = f" Forward pass recomputed: stage {', '.join(recomputing)}." if recomputing else ""
+    divided = [str(stage.stage) for stage in plan.stages if stage.zero]
+    if divided:
+        note += f" Replicas divide the optimizer's state (ZeRO-1): stage {', '.join(divided)}."
+    offloading = [str(stage.stage) for stage in plan.stages if stage.offload]
+    if offloading:
+        note += f" Activations moved to the host: stage {', '.join(offloading)}."
     if outcome.rank_bytes is not None:
         note += f" A rank holds up to {show_bytes(outcome.rank_bytes)} at once, of all its stages."
     if outcome.room:
@@ -177,10 +190,7 @@ def _times(outcome: Outcome, profile: Profile | None) -> Table:
     table = make_grid()
     expected = predicted.expected_seconds_per_minibatch
     if expected is not None:
-        deviation = predicted.expected_deviation_seconds
-        about = f"give or take {show_seconds(deviation)}, " if deviation else ""
-        remark = about + "passes vary and workers wait for the slowest"
-        table.add_row("expected in a run", show_seconds(expected), f"per minibatch; {remark}")
+        table.add_row("expected in a run", show_seconds(expected), _of_runs(predicted))
         seconds = expected
     batch, formula = 1, predicted.seconds_per_minibatch
     if predicted.latency_seconds is not None and predicted.microbatches is not None:
@@ -205,6 +215,14 @@ def _times(outcome: Outcome, profile: Profile | None) -> Table:
         table.add_row("in closed form", show_seconds(formula), _parts(outcome))
     table.add_row("simulated", *_simulated(outcome.plan))
     return table
+
+
+def _of_runs(predicted: Predicted) -> str:
+    """Returns what stands beside the expected time: between which seconds runs take."""
+    if predicted.expected_interval is None:
+        return "per minibatch; passes vary and workers wait for the slowest"
+    least, most = map(show_seconds, predicted.expected_interval)
+    return f"per minibatch ({least} to {most} in nine of ten runs); workers wait for the slowest"
 
 
 def _compared(outcome: Outcome, name: str, rate: float) -> str:

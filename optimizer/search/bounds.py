@@ -156,7 +156,9 @@ class _BinCost(Priced):
         super().__init__(cluster, model, bins.bytes_across)
         self.bins = bins
 
-    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
+    def on_device(
+        self, start: int, ends: States, downstream_workers: int, replicas: int = 1
+    ) -> Floats:
         least, most = self.bins.least_seconds[ends], self.bins.most_seconds[start]
         seconds: Floats = np.maximum(least - most, 0.0) / self.speed
         return seconds

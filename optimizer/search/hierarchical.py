@@ -41,12 +41,14 @@ _OUTER_BUDGET, _INNER_BUDGET = 4e9, 3e11
 
 class _Subproblem(NamedTuple):
     """Planning inside one component of `level` whose worst device is `device`, with this many
-    workers of later stages per component, rounded up.
+    workers of later stages per component, rounded up. `replicas`: so many components do the same,
+    if the cost depends on that; else 1.
     """
 
     level: int
     downstream_workers: int
     device: WorstDevice
+    replicas: int = 1
 
 
 class _Remaining(NamedTuple):
@@ -89,7 +91,9 @@ class Search:
     """Finds the pipeline whose costliest stage is cheapest; ties go to the fewest stages.
 
     `device_types` are those of the outermost level's components. Stages and pipelines that cost
-    more than `limit` are not explored.
+    more than `limit` are not explored. If `coarse`, many downstream workers are taken to be a few
+    more, and replicas to be fewer, of which there are far fewer numbers: plans that just fit memory
+    may be missed.
 
     Work: N^2 M^2 for N cuts and M machines at the outermost level, N^3 M^2 at each within. With
     M1, M2, ... machines of each type the first is N^2 M1^2 M2^2 ..., the second once for each
@@ -104,8 +108,10 @@ class Search:
         rules: Rules,
         device_types: DeviceTypes,
         limit: float = inf,
+        coarse: bool = False,
     ) -> None:
         self.cuts = cuts
+        self.coarse = coarse
         self.machines = machines
         self.cost = cost
         self.rules = rules
@@ -150,7 +156,8 @@ class Search:
         """[used, end]: the best cost in this subproblem of the pieces that begin at `start`."""
         if subproblem.level == 0:
             cost = self._on[subproblem.device]
-            return cost.on_device(start, ends, subproblem.downstream_workers)[None]
+            given = subproblem.downstream_workers, subproblem.replicas
+            return cost.on_device(start, ends, *given)[None]
         if subproblem not in self._tables:
             self._tables[subproblem] = self._by_devices(subproblem, self._pipelines(subproblem)[1])
         return self._tables[subproblem][:, start, ends]
@@ -218,7 +225,9 @@ class Search:
         stops = np.arange(len(self.cuts))[self.cuts.after(start, end)]
         if self.limit == inf:
             return stops
-        alone = np.min([cost.on_device(start, stops, 0) for cost in self._on.values()], axis=0)
+        most = self.devices[-1]  # replicas: of the stages with fewest bytes on each
+        asked = (cost.on_device(start, stops, 0, most) for cost in self._on.values())
+        alone = np.min(list(asked), axis=0)
         shared = alone / self.devices[subproblem.level]  # by all that a stage may have
         within: Ints = stops[shared <= self._limits(subproblem.level, start, stops)]
         return within
@@ -251,7 +260,7 @@ class Search:
         if not allocations:
             return
         cases = [
-            (allocation, _Subproblem(subproblem.level - 1, downstream_workers, allocation.device))
+            (allocation, self._within(subproblem, allocation, downstream_workers))
             for allocation in allocations
             for row in allocation.downstream
             for downstream_workers in row
@@ -271,6 +280,17 @@ class Search:
             rows = cost[position : position + prod(shape)]
             yield allocation, rows.reshape(*shape, -1)
             position += len(rows)
+
+    def _within(
+        self, subproblem: _Subproblem, allocation: _Allocation, downstream_workers: int
+    ) -> _Subproblem:
+        """Returns planning inside each component of the allocation."""
+        replicas = 1
+        if self.cost.depends_on_replicas:
+            replicas = subproblem.replicas * allocation.replicas
+            replicas = _rounded_down(replicas) if self.coarse else replicas
+        level = subproblem.level - 1
+        return _Subproblem(level, downstream_workers, allocation.device, replicas)
 
     def _allocations(self, subproblem: _Subproblem, first: bool) -> list[_Allocation]:
         """Every number of components, and of devices in each, for a stage."""
@@ -306,10 +326,14 @@ class Search:
             return [[0]]
         inner = self.devices[subproblem.level - 1]
         components = list(map(self.counters[subproblem.level - 1].total, behind))
+
+        def each(devices: int) -> int:
+            exact = -(-(devices + subproblem.downstream_workers) // replicas)
+            return _rounded_up(exact) if self.coarse else exact
+
         if self._counts(subproblem.level):
-            most = max(components) * inner
-            return [[-(-(n + subproblem.downstream_workers) // replicas) for n in range(most + 1)]]
-        return [[-(-(m * inner + subproblem.downstream_workers) // replicas)] for m in components]
+            return [list(map(each, range(max(components) * inner + 1)))]
+        return [[each(m * inner)] for m in components]
 
     def _unfold(
         self, subproblem: _Subproblem, piece: tuple[int, int], used: int, cost: float
@@ -338,7 +362,7 @@ class Search:
             share = Share(subproblem.level, start, stop, offset, replicas, not offset, chosen)
             m, w = allocation.at(behind)
             downstream = allocation.downstream[m][w]
-            inner = _Subproblem(subproblem.level - 1, downstream, allocation.device)
+            inner = self._within(subproblem, allocation, downstream)
             inside = float(self._inside(inner, start, slice(stop, stop + 1))[allocation.used, 0])
             for stage in self._unfold(inner, (start, stop), allocation.used, inside):
                 yield NestedStage((*stage.shares, share))
@@ -366,6 +390,17 @@ class Search:
         fewest, allocation, behind, stop = min(candidates, key=lambda choice: choice[0])
         assert fewest < inf
         return allocation, behind, stop
+
+
+def _rounded_up(number: int) -> int:
+    """To three binary digits: there are four such numbers between a number and its double."""
+    step = 1 << max(0, number.bit_length() - 3)
+    return -(-number // step) * step
+
+
+def _rounded_down(number: int) -> int:
+    """To a power of two."""
+    return 1 << (number.bit_length() - 1)
 
 
 @njit(cache=True)
@@ -415,19 +450,23 @@ def _reach(rows):  # type: ignore[no-untyped-def]
     return reach
 
 
-def affordable(machines: Sequence[int], device_types: DeviceTypes) -> int:
+def affordable(
+    machines: Sequence[int], device_types: DeviceTypes, by_replicas: bool = False
+) -> int:
     """How many cuts `Search` can handle in about half a minute, at most 20,000.
 
     A memory limit needs a table of each inner level for every number of downstream workers, about
-    as many as there are components outside it; device types need one per distinct worst device.
+    as many as there are components outside it, and as often for every number of replicas if the
+    cost depends on that; device types need one per distinct worst device.
     """
     allocations = [count * (count + 3) / 2 for count in machines[:-1]]
     outermost = prod((count + 1) * (count + 2) / 2 for count in device_types.counts) - 1
     cuts = min(20_000, (_OUTER_BUDGET / outermost) ** (1 / 2))
     distinct = len(device_types.distinct)
+    outside = [prod(machines[level + 1 :]) for level in range(len(machines) - 1)]
     tables = [
-        distinct * (prod(machines[level + 1 :]) if device_types.memory_limited else 1)
-        for level in range(len(machines) - 1)
+        distinct * (count ** (1 + by_replicas) if device_types.memory_limited else 1)
+        for count in outside
     ]
     inner = sum(map(mul, allocations, tables))
     return int(min(cuts, (_INNER_BUDGET / inner) ** (1 / 3)) if inner else cuts)

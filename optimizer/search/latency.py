@@ -335,7 +335,10 @@ class _BatchedCosts:
             members = list(group)
             high = position + len(members)
             shapes = np.array([self.mesh.shape(variant.size) for variant in members])
-            alone = [(variant.device, variant.downstream_workers) for variant in members]
+            alone = [
+                (each.device, each.downstream_workers, each.size if cost.depends_on_replicas else 1)
+                for each in members
+            ]
             capacity = max(variant.size * variant.device.speed for variant in members)
             self.parts.append((position, high, boundary_level, shapes, alone, capacity))
             position = high
@@ -363,12 +366,9 @@ class _BatchedCosts:
         ends: Ints,
         boundary_level: int,
         shapes: Ints,
-        alone: list[tuple[WorstDevice, int]],
+        alone: list[tuple[WorstDevice, int, int]],
     ) -> Floats:
-        known = {
-            (device, downstream): self.cost[device].on_device(start, ends, downstream)
-            for device, downstream in set(alone)
-        }
+        known = {case: self.cost[case[0]].on_device(start, ends, *case[1:]) for case in set(alone)}
         any_cost = next(iter(self.cost.values()))
         self.questions += len(known)
         memory = _MEMORY if any_cost.depends_on_downstream else 1

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import ceil
 
+from pipedream.graph.choices import Recompute, Zero
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Footprint
 from pipedream.graph.units import show_bytes
@@ -70,16 +71,24 @@ def _message(memory: MemoryModel, request: Request) -> str:
             " gpipe or 2bw, or untie the weights"
         )
     # The least memory: as much recomputation as the user allows.
-    limit = MemoryLimit(0.0, memory, "always" if allowed else "never")
+    by_node = _by_node(request)
+    most: Recompute = "auto" if by_node else "always" if allowed else "never"
+    zero: Zero = "never" if request.zero == "never" else "always"
+    limit = MemoryLimit(0.0, memory, most, zero, by_node, request.host_bandwidth)
     workers = worker_memory(memory, limit, closest.stages, request.device_types)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     room = request.room
-    needed, has = worker.memory.total + room, worker.device.memory + room
+    least = worker.memory.total
+    if by_node:  # the search counts classes of nodes, and so more than the stage may take
+        least = max(
+            least, closest.cost * worker.device.memory / request.device_types.smallest_memory
+        )
+    needed, has = least + room, worker.device.memory + room
     if has == request.memory:
         lacking, remedies = "--memory", [f"give at least --memory {_round_up(needed)}"]
     else:
         lacking, remedies = "memory of the cluster's kinds:", ["devices with more"]
-    remedies += _remedies(memory, request)
+    remedies += [*_dividing(memory, request), *_remedies(memory, request)]
     help = ", ".join(remedies[:-1]) + " or " + remedies[-1] if remedies[1:] else remedies[0]
     return (
         f"{lacking} {show_bytes(has)}: no plan fits; the closest needs"
@@ -107,13 +116,15 @@ def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution |
     """The plan whose fullest worker holds least; its cost is those bytes, scaled as if all devices
     had what the smallest has.
     """
-    machines, types = request.cluster.machines, request.device_types
+    machines, types, by_node = request.cluster.machines, request.device_types, _by_node(request)
+    ways = request.zero != "never", by_node, by_node and request.host_bandwidth is not None
     if request.latency is None:
-        cost = LeastMemory(memory, recompute, types.smallest_memory)
+        cost = LeastMemory(memory, recompute, types.smallest_memory, *ways)
         return Search(memory.cuts, machines, cost, request.rules, types).best()
 
     def cost_of(cuts: Cuts) -> LeastMemory:
-        return LeastMemory(MemoryModel(cuts, memory.settings), recompute, types.smallest_memory)
+        cut_memory = MemoryModel(cuts, memory.settings)
+        return LeastMemory(cut_memory, recompute, types.smallest_memory, *ways)
 
     fill_order = build_fill_order(machines, types, request.rules, with_downstream=True)
     goal = Latency(FULLEST)
@@ -121,11 +132,16 @@ def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution |
     return fullest and fullest._replace(cost=fullest.cost / FULLEST)
 
 
+def _by_node(request: Request) -> bool:
+    """Whether single nodes may be recomputed."""
+    return request.selective and request.recompute == "auto"
+
+
 def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
     """What would make a plan fit, each tried by planning."""
     graph, settings, allowed = memory.cuts.graph, memory.settings, request.recompute != "never"
-    cuts = memory.cuts if len(memory.cuts) <= _FEW else request.allowed_cuts(prefixes(graph, _FEW))
-    memory = MemoryModel(cuts, settings)
+    memory = _over_few(memory, request)
+    cuts = memory.cuts
 
     def helps(memory: MemoryModel, request: Request, recompute: bool) -> bool:
         best = _least(memory, request, recompute)
@@ -159,6 +175,23 @@ def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
             break
 
 
+def _dividing(memory: MemoryModel, request: Request) -> Iterator[str]:
+    """As `_remedies`: whether it helps to divide the optimizer's state."""
+    if request.zero == "never" and not request.weight_prediction:
+        divided = replace(request, zero="auto")
+        best = _least(_over_few(memory, request), divided, request.recompute != "never")
+        if best is not None and best.cost <= request.device_types.smallest_memory:
+            yield "--zero auto"
+
+
+def _over_few(memory: MemoryModel, request: Request) -> MemoryModel:
+    """The same over no more than a few cuts."""
+    if len(memory.cuts) <= _FEW:
+        return memory
+    cuts = request.allowed_cuts(prefixes(memory.cuts.graph, _FEW))
+    return MemoryModel(cuts, memory.settings)
+
+
 def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
     """The same model with a smaller minibatch: activations shrink, parameters do not."""
     nodes = graph.graph.nodes
@@ -182,7 +215,8 @@ def _items(worker: WorkerMemory, request: Request) -> str:
     """The items of a worker's memory in two groups, in words, and what is not its own."""
     memory, count, room = worker.memory, worker.peak.in_flight, request.room
     weights = memory.weights + memory.gradients
-    passing = memory.activations + memory.inputs + memory.workspace + memory.allocator
+    passing = memory.activations + memory.recomputed + memory.inputs + memory.workspace
+    passing += memory.allocator
     plural = "" if count == 1 else "es"
     return (
         f"{show_bytes(weights)} for weights, optimizer and gradients,"

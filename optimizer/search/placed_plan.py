@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import DraftPlan, PlanT, Predicted, Stage
 from pipedream.optimizer.cost.memory import MemoryModel
-from pipedream.optimizer.cost.stage_time import compute_seconds
+from pipedream.optimizer.cost.recomputation import Offloaded, compute_seconds
 from pipedream.optimizer.cost.stages import PlacedStage
 from pipedream.optimizer.cost.worker_memory import (
     WorkerMemory,
@@ -17,6 +17,7 @@ from pipedream.optimizer.cost.worker_memory import (
     workers_without_limit,
 )
 from pipedream.optimizer.cuts.downsets import Cuts
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.closed_form import ClosedForm
 
@@ -110,11 +111,30 @@ def _stages(
             ranks=stage.ranks,
             compute_seconds=compute_seconds(graph, inside, worker.recompute) / worker.device.speed,
             parameter_bytes=float(graph.parameter_bytes[list(inside)].sum()),
-            recompute=worker.recompute,
+            zero=worker.zero,
+            **_kept(graph, names[position], worker),
             **_memory_fields(worker),
         )
         for position, (stage, inside, worker) in enumerate(zip(placed, nodes, workers, strict=True))
     )
+
+
+def _kept(graph: PlanningGraph, inside: Sequence[str], worker: WorkerMemory) -> dict[str, Any]:
+    """The fields of a stage that say what becomes of its activations."""
+    recompute = worker.recompute
+    if isinstance(recompute, Offloaded):
+        return {"offload": True, "offload_seconds": recompute.seconds / worker.device.speed}
+    if isinstance(recompute, bool):
+        return {"recompute": recompute}
+    return {"recompute": _names(graph, inside, recompute)}
+
+
+def _names(
+    graph: PlanningGraph, inside: Sequence[str], recompute: tuple[int, ...]
+) -> tuple[str, ...]:
+    """The nodes of a stage that run again, with what goes where they go."""
+    again = {graph.names[node] for node in recompute}
+    return tuple(n for n in inside if graph.follows.get(n, n) in again)
 
 
 def with_workers(plan: PlanT, workers: Sequence[WorkerMemory]) -> PlanT:

@@ -92,7 +92,8 @@ def rough_plan(request: Request, most_cuts: int) -> Outcome:
     cuts = _few_cuts(request.planning, most_cuts)
     allowed = request.allowed_cuts(cuts.downsets)
     memory = request.memory_model(cuts if len(allowed) == len(cuts) else allowed)
-    return make_outcome(memory, request, _solution(memory, request), 0.0, exact=False)
+    solution = _solution(memory, request, coarse=True)
+    return make_outcome(memory, request, solution, 0.0, exact=False)
 
 
 @lru_cache(maxsize=2)
@@ -124,7 +125,7 @@ def plan_throughput(request: Request, most_cuts: int | None) -> Outcome:
     """
     graph, types = request.planning, request.device_types
     limit = most_cuts or min(
-        affordable(request.cluster.machines, types),
+        affordable(request.cluster.machines, types, request.zero != "never"),
         int((_WORDS * 64 / len(graph)) ** 0.5),
     )
     listed = most_cuts or max(limit, int(min(_MOST_LISTED, _LISTED / len(graph))))
@@ -154,9 +155,17 @@ def plan_throughput(request: Request, most_cuts: int | None) -> Outcome:
 
 
 def _best_of_all(cuts: Cuts, request: Request, best: _Best) -> Outcome:
+    """The best plan; with a bound where single nodes are recomputed, or activations moved to the
+    host, since the search counts classes of nodes, and so more than the plan may take.
+    """
     memory, solution, _ = best
     check_versions(memory, request, solution)
     outcome = make_outcome(memory, request, solution, solution.cost, exact=True)
+    if any(stage.by_autograd for stage in outcome.plan.stages):
+        bound = throughput_bound(
+            cuts.graph, request.cluster, request.cost_model, request.rules.straight
+        )
+        outcome = replace(outcome.predicting(lower_bound_seconds=bound), exact=False)
     return replace(outcome, considered=len(cuts))
 
 
@@ -212,30 +221,33 @@ def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
     return int(min(max(_FEW, _FEW * growth), _MANY if len(machines) == 1 else _MANY * 2 // 3))
 
 
-def _solution(memory: MemoryModel, request: Request) -> Solution:
+def _solution(memory: MemoryModel, request: Request, coarse: bool = False) -> Solution:
     """The best plan within the memory. Raises UserError if there is none."""
-    solution = _solve(memory, request)
+    solution = _solve(memory, request, coarse=coarse)
     if solution is None:
         raise NothingFits(memory, request)
     return solution
 
 
-def _solve(memory: MemoryModel, request: Request, within: float = inf) -> Solution | None:
-    """The best plan within the memory; None if there is none or it costs more than `within`.
+def _solve(
+    memory: MemoryModel, request: Request, within: float = inf, coarse: bool = False
+) -> Solution | None:
+    """The best plan within the memory; None if there is none or it costs more than `within`;
+    `coarse` as in `Search`.
 
     Prefers, at equal cost, a plan whose every stage has work, even if it leaves machines unused.
     """
     cuts, types = memory.cuts, request.device_types.without_memory_limit
-    solution = _search(memory, request, types, working=False, within=within)
+    solution = _search(memory, request, types, False, within, coarse)
     if solution is not None and not fits(memory, request, types, solution):
         types = request.device_types
-        solution = _search(memory, request, types, working=False, within=within)
+        solution = _search(memory, request, types, False, within, coarse)
     if solution is None:
         return None
     if any(cuts.working[stage.start] == cuts.working[stage.end] for stage in solution.stages):
         for rules in (request.rules, replace(request.rules, fewer_machines=True)):
             changed = replace(request, rules=rules)
-            working = _search(memory, changed, types, working=True, within=solution.cost)
+            working = _search(memory, changed, types, True, solution.cost, coarse)
             if not working or not fits(memory, request, types, working):
                 continue
             if working.cost <= solution.cost * (1 + TIE):
@@ -244,7 +256,12 @@ def _solve(memory: MemoryModel, request: Request, within: float = inf) -> Soluti
 
 
 def _search(
-    memory: MemoryModel, request: Request, types: DeviceTypes, working: bool, within: float = inf
+    memory: MemoryModel,
+    request: Request,
+    types: DeviceTypes,
+    working: bool,
+    within: float,
+    coarse: bool,
 ) -> Solution | None:
     """The best plan; None if there is none or it costs more than `within`.
 
@@ -257,7 +274,7 @@ def _search(
         rough = request.stage_cost(few, working=working)
         within = min(within, Search(few, machines, rough, rules, types, within).bottleneck())
     cost = request.stage_cost(cuts, limit, working)
-    return Search(cuts, machines, cost, rules, types, within).best()
+    return Search(cuts, machines, cost, rules, types, within, coarse).best()
 
 
 def plan_latency(request: Request, goal: Latency, most_cuts: int | None) -> Outcome:
@@ -295,7 +312,10 @@ def plan_latency(request: Request, goal: Latency, most_cuts: int | None) -> Outc
     outcome = make_outcome(memory, request, solution, slowest, exact=False)
     seconds = outcome.batch_seconds(goal)
     bound = solution.bound
-    if bins is not None:
+    rounded = any(stage.by_autograd for stage in outcome.plan.stages)
+    if rounded:  # as in `_best_of_all`
+        bound = latency_bound(graph, cluster, model, straight, goal.microbatches)
+    elif bins is not None:
         simple = latency_bound(graph, cluster, model, straight, goal.microbatches)
         merged, precise = bins.merged(limit), replace(goal, epsilon=0.0)
         over_bins = latency_bound_over_bins(merged, cluster, model, request.rules, precise, seconds)
@@ -306,4 +326,4 @@ def plan_latency(request: Request, goal: Latency, most_cuts: int | None) -> Outc
         latency_seconds=seconds,
         latency_lower_bound_seconds=min(seconds, bound),
     )
-    return replace(outcome, exact=downsets is not None and not goal.epsilon)
+    return replace(outcome, exact=downsets is not None and not goal.epsilon and not rounded)

@@ -6,12 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from pipedream.graph.choices import MICROBATCHES, InFlight, OptimizerName, Recompute, ScheduleName
+from pipedream.graph.choices import (
+    MICROBATCHES,
+    InFlight,
+    OptimizerName,
+    Recompute,
+    ScheduleName,
+    Zero,
+)
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import DraftPlan, PlannedGraph
-from pipedream.graph.profile import Footprint, ProfiledProcess, Sharing, TrainingOverheads
+from pipedream.graph.profile import (
+    Footprint,
+    ProfiledProcess,
+    Sharing,
+    TrainingOverheads,
+    Uncertainty,
+)
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import READ_AHEAD, MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.models import CostModel
@@ -75,6 +88,9 @@ class GraphViews:
         return self._planning[-1]
 
 
+_MANY_DEVICES = 128
+
+
 @dataclass(frozen=True)
 class Request:
     """What to plan.
@@ -83,8 +99,11 @@ class Request:
     - `latency`: the batch to finish soonest, None to plan for throughput;
     - `microbatches`: of one update, for schedules that make one per several minibatches; None for
       the batch of `latency`, or else the default;
+    - `selective`: with `recompute` auto, single nodes of a stage may run again; and its
+      activations be moved to the host, with `host_bandwidth` bytes per second each way;
     - `footprints`: memory of the graph's nodes; without them each node keeps its outputs;
     - `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and fit;
+    - `zero`: whether the replicas of a stage divide the optimizer's state;
     - `update_rate`: bytes of parameters that the optimizer updates per second;
     - `overheads`: measured costs of training besides its nodes, where the profile has them;
     - `order`: of the passes on a rank, and `stages_each`: stages of a rank, None for the best;
@@ -105,6 +124,9 @@ class Request:
     latency: Latency | None = None
     optimizer: OptimizerName = "sgd"
     recompute: Recompute = "auto"
+    zero: Zero = "never"
+    selective: bool = False
+    host_bandwidth: float | None = None
     footprints: Mapping[str, Footprint] | None = None
     microbatches: int | None = None
     weight_prediction: bool = False
@@ -126,6 +148,13 @@ class Request:
             self.views.planned(self.graph), self.planning.priced_as(graph, footprints)
         )
         return replace(self, graph=graph, footprints=footprints, views=views)
+
+    @property
+    def has_many_devices(self) -> bool:
+        """Whether searches and simulations take so long that what only refines a choice is left
+        out: the all-reduce in the bound, plans on fewer devices, better ones of other schedules.
+        """
+        return self.cluster.devices > _MANY_DEVICES
 
     @property
     def cost_model(self) -> CostModel:
@@ -157,6 +186,11 @@ class Request:
         """How much passes vary, as multiples of their median; empty if not counted."""
         overheads = self._counted_overheads
         return () if overheads is None else overheads.spread
+
+    @property
+    def uncertainty(self) -> Uncertainty:
+        """Of the times of the graph's nodes."""
+        return Uncertainty() if self.overheads is None else self.overheads.uncertainty
 
     @property
     def _counted_overheads(self) -> TrainingOverheads | None:
@@ -214,14 +248,24 @@ class Request:
         return MemoryModel(cuts, self.settings)
 
     def constrains_stages(self, device_types: DeviceTypes) -> bool:
-        """Whether memory or recomputation restricts or changes stages."""
-        return device_types.memory_limited or self.recompute == "always"
+        """Whether memory, recomputation or a divided state restricts or changes stages."""
+        return device_types.memory_limited or "always" in (self.recompute, self.zero)
 
     def limit(self, memory: MemoryModel, device_types: DeviceTypes) -> MemoryLimit | None:
-        """The memory limit of a stage, None where neither memory nor recomputation matters."""
+        """The memory limit of a stage, None where neither that nor recomputation nor a divided
+        state matters. On devices without a limit none is chosen to save memory.
+        """
         if not self.constrains_stages(device_types):
             return None
-        return MemoryLimit(device_types.smallest_memory, memory, self.recompute)
+        auto_is_never = not device_types.memory_limited
+        return MemoryLimit(
+            device_types.smallest_memory,
+            memory,
+            "never" if auto_is_never and self.recompute != "always" else self.recompute,
+            "never" if auto_is_never and self.zero == "auto" else self.zero,
+            self.selective,
+            self.host_bandwidth,
+        )
 
     def workers(self, memory: MemoryModel, stages: Sequence[StageOnDevices]) -> list[WorkerMemory]:
         """The memory of each stage's workers, as `worker_memory`."""

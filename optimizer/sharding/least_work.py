@@ -4,10 +4,12 @@ stages may be meshes. An all-reduce of replicas is no floor then: a divided para
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
 
-from pipedream.graph.placements.operators import Operator, OperatorProfile, TensorType
+from pipedream.graph.placements.operators import Operator, OperatorProfile, TensorType, flops
 from pipedream.optimizer.search.request import Request
 from pipedream.sharding.local_times import LocalTimes
 
@@ -30,12 +32,16 @@ def _node_shares(profile: OperatorProfile) -> dict[str, float]:
     """By node: what all devices together take at least, in what one takes. Less than 1 only where a
     divided operator was measured to take less than its part.
     """
-    times, shares = LocalTimes.of(profile.local_seconds), dict[str, float]()
+    times = LocalTimes.of(profile.local_seconds)
+    if not times.seconds:
+        return {}
     least = lru_cache(maxsize=None)(lambda operator: _share(operator, times.seconds))
-    for call in profile.graph.calls if times.seconds else ():
-        node = profile.nodes[call.name]
-        shares[node] = min(shares.get(node, 1.0), least(call.operator))
-    return shares
+    whole, own = defaultdict[str, float](float), defaultdict[str, float](float)
+    for call in profile.graph.calls:
+        node, seconds = profile.nodes[call.name], profile.seconds.get(call.name, 0.0)
+        whole[node] += seconds
+        own[node] += seconds * least(call.operator)
+    return {node: own[node] / seconds for node, seconds in whole.items() if seconds}
 
 
 def _share(operator: Operator, seconds: Mapping[Operator, float]) -> float:
@@ -71,11 +77,14 @@ def _fits(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 
 def _devices(whole: Operator, local: Operator) -> float:
-    """Into how many parts a tensor is divided at least."""
+    """How many devices there are at least, with so large a part of each tensor: as many as any is
+    divided into, and as do all of the flops together, as where a product is divided along all three
+    of its dimensions.
+    """
     pairs = zip(_tensors(whole), _tensors(local), strict=True)
     ratios = (
         one.bytes / own.bytes
         for one, own in pairs
         if one is not None and own is not None and own.bytes
     )
-    return max(ratios, default=1.0)
+    return max(flops(whole) / (flops(local) or math.inf), *ratios, 1.0)

@@ -96,4 +96,5 @@ def of_teams(request: Request, profile: Profile, sharding: ModelSharding) -> Req
         graph=team_graph(request.graph, profile, sharding),
         cluster=sharding.teams,
         footprints=None if footprints is None else team_footprints(footprints, sharding),
+        selective=False,  # on meshes stages run as programs
     )

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.network import Network, Port
-from pipedream.optimizer.simulate.sums import parts_of, pass_with_sums
+from pipedream.optimizer.simulate.sums import gather_seconds, parts_of, pass_with_sums
 from pipedream.optimizer.simulate.workload import Workload
 from pipedream.schedule.in_flight import StageTimes, useful_in_flight
 from pipedream.schedule.policy import Policy
@@ -73,6 +73,10 @@ class ClosedForm:
             parts_of(work, own, self.network) for work, own in zip(self.works, ranks, strict=True)
         ]
         self.exposed = [self._exposed(stage) for stage in range(len(ranks))]
+        self.updates = [
+            work.update_seconds + gather_seconds(work, own, self.network)
+            for work, own in zip(self.works, ranks, strict=True)
+        ]
         self.busy = self._busy()
         self.uses: dict[Port, dict[_User, float]] = defaultdict(dict)
         self.ports = self._ports()
@@ -142,7 +146,7 @@ class ClosedForm:
         """
         work, size = self.works[stage], self.policy.round_size(stage)
         passes = work.forward_seconds + work.backward_seconds + self.busy[stage]
-        return passes / len(self.ranks[stage]) + work.update_seconds / size, exposed / size
+        return passes / len(self.ranks[stage]) + self.updates[stage] / size, exposed / size
 
     def _exposed(self, stage: int, slower: float = 1.0) -> float:
         """Returns E where the sum takes `slower` times as long as on an idle network."""
@@ -264,7 +268,7 @@ class ClosedForm:
 
     def _closing(self, stage: int) -> float:
         """Returns the seconds of sum and update per minibatch of a worker."""
-        seconds = self.exposed[stage] + self.works[stage].update_seconds
+        seconds = self.exposed[stage] + self.updates[stage]
         return seconds * len(self.ranks[stage]) / self.policy.round_size(stage)
 
     def _round(self) -> float:
@@ -283,7 +287,7 @@ class ClosedForm:
         longest = whole
         for stage in range(len(self.ranks)):
             before += self._messages(stage - 1, stage) if stage else 0.0
-            after = self.exposed[stage] + self.works[stage].update_seconds
+            after = self.exposed[stage] + self.updates[stage]
             longest = max(longest, whole - before + after)
             before += passes[stage]
         return longest

@@ -6,6 +6,7 @@ more without taking from one that has as little. It is what TCP gives to long st
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,12 @@ class Flows(NamedTuple):
     Of each stream the first and last item of its queue (-1 if it is empty); whether the first is on
     its way, then how many bytes were `left` at the time `since`, at which `rate` they go, and
     `until` when. `after` each item, the next of its queue. Of each port whether a stream through it
-    has begun or ended and rates have `changed`; while new rates are found the ports `concerned`,
-    the `room` that is left in each, and how many streams, its `users`, have none of it yet.
+    has begun or ended and rates have `changed`; first of the ports `concerned` are the `counted`
+    changed ones; while new rates are found the `room` that is left in each, and how many streams,
+    its `users`, have none of it yet.
+
+    Beside it goes a heap of what is `due`: when each stream is through, and streams to be left out
+    since that is no longer so.
     """
 
     first: Ints
@@ -46,6 +51,7 @@ class Flows(NamedTuple):
     until: Floats
     changed: Ints
     concerned: Ints
+    counted: Ints
     room: Floats
     users: Ints
 
@@ -65,6 +71,7 @@ def idle_streams(items, streams):  # type: ignore[no-untyped-def]
         np.full(count, np.inf),
         np.zeros(ports, dtype=np.int64),
         np.zeros(ports, dtype=np.int64),
+        np.zeros(1, dtype=np.int64),
         np.zeros(ports),
         np.zeros(ports, dtype=np.int64),
     )
@@ -91,23 +98,35 @@ def enqueue(flows, item, stream, size, posted, streams, now):  # type: ignore[no
 @njit(cache=True)
 def _change(flows, stream, streams):  # type: ignore[no-untyped-def]
     for k in range(streams.first[stream], streams.first[stream + 1]):
-        flows.changed[streams.port[k]] = 1
+        _concern(flows, streams.port[k])
 
 
 @njit(cache=True)
-def next_through(flows, streams, now):  # type: ignore[no-untyped-def]
+def _concern(flows, port):  # type: ignore[no-untyped-def]
+    if not flows.changed[port]:
+        flows.changed[port] = 1
+        flows.concerned[flows.counted[0]] = port
+        flows.counted[0] += 1
+
+
+@njit(cache=True)
+def next_through(flows, due, streams, now):  # type: ignore[no-untyped-def]
     """When the next item is through its stream; infinite if none is on its way."""
-    if flows.changed.any():
-        _share(flows, streams, now)
-    return flows.until.min() if len(flows.until) else np.inf
+    if flows.counted[0]:
+        _share(flows, due, streams, now)
+    while len(due) and flows.until[due[0][1]] != due[0][0]:
+        heappop(due)
+    return due[0][0] if len(due) else np.inf
 
 
 @njit(cache=True)
-def pop_through(flows, size, posted, streams, now):  # type: ignore[no-untyped-def]
+def pop_through(flows, due, size, posted, streams, now):  # type: ignore[no-untyped-def]
     """An item that is through at this time, -1 if there is none; the next of its stream goes."""
-    stream = np.argmin(flows.until)
-    if flows.until[stream] > now:
+    while len(due) and flows.until[due[0][1]] != due[0][0]:
+        heappop(due)
+    if not len(due) or due[0][0] > now:
         return -1
+    _, stream = heappop(due)
     item = flows.first[stream]
     following = flows.after[item]
     flows.first[stream] = following
@@ -115,6 +134,7 @@ def pop_through(flows, size, posted, streams, now):  # type: ignore[no-untyped-d
         flows.left[stream] = size[following]
         flows.since[stream] = now
         flows.until[stream] = now + size[following] / flows.rate[stream]
+        heappush(due, (flows.until[stream], stream))
     else:
         flows.active[stream] = 0
         flows.until[stream] = np.inf
@@ -123,7 +143,7 @@ def pop_through(flows, size, posted, streams, now):  # type: ignore[no-untyped-d
 
 
 @njit(cache=True)
-def _share(flows, streams, now):  # type: ignore[no-untyped-def]
+def _share(flows, due, streams, now):  # type: ignore[no-untyped-def]
     """New rates for the streams that have to do with the changed ports.
 
     Progressive filling: the port with the least room for each of its streams sets their rate.
@@ -141,11 +161,13 @@ def _share(flows, streams, now):  # type: ignore[no-untyped-def]
             if flows.active[stream] and flows.rate[stream] == 0.0:
                 flows.rate[stream] = share
                 flows.until[stream] = now + flows.left[stream] / share
+                heappush(due, (flows.until[stream], stream))
                 for j in range(streams.first[stream], streams.first[stream + 1]):
                     port = streams.port[j]
                     flows.room[port] = max(flows.room[port] - share, 1e-9 * streams.rate[port])
                     flows.users[port] -= 1
-    flows.changed[:] = 0
+    flows.changed[flows.concerned[:ports]] = 0
+    flows.counted[0] = 0
 
 
 @njit(cache=True)
@@ -154,13 +176,8 @@ def _concerned(flows, streams, now):  # type: ignore[no-untyped-def]
 
     All their room is free then, and their streams have no rate.
     """
-    count = 0
-    for port in range(len(flows.changed)):
-        if flows.changed[port]:
-            flows.concerned[count] = port
-            count += 1
     at = 0
-    while at < count:
+    while at < flows.counted[0]:
         port = flows.concerned[at]
         at += 1
         flows.room[port], flows.users[port] = streams.rate[port], 0
@@ -173,9 +190,5 @@ def _concerned(flows, streams, now):  # type: ignore[no-untyped-def]
             flows.left[stream] = max(flows.left[stream] - gone, 0.0)
             flows.since[stream] = now
             flows.rate[stream] = 0.0
-            for j in range(streams.first[stream], streams.first[stream + 1]):
-                if not flows.changed[streams.port[j]]:
-                    flows.changed[streams.port[j]] = 1
-                    flows.concerned[count] = streams.port[j]
-                    count += 1
-    return count
+            _change(flows, stream, streams)
+    return flows.counted[0]

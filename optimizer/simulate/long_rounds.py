@@ -8,12 +8,15 @@ when they run. Each further period then adds exactly that time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil, lcm
 from typing import NamedTuple
 
-from pipedream.graph.timeline import Timeline
+import numpy as np
+
+from pipedream.optimizer.cuts.planning_graph import Floats
+from pipedream.optimizer.simulate.program import KINDS, Program
 from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.schedule.action import CLOSING, Kind
 from pipedream.schedule.steady_state import SteadySpan, bubble
@@ -23,8 +26,14 @@ _TURNS = (1, 12)
 _FILLED = (5, 8)
 """Minibatches for each worker in the shortest round that is played, by period."""
 
-_SAME = 1e-9
-"""Relative tolerance for rounding of simulated times."""
+EXACTLY, ROUGHLY = 1e-9, 0.1
+"""How much the steps of actions over a period may differ, as shares of them: as they do by rounding
+of simulated times; or as while stages before the slowest still fill up and are faster than it. That
+sets the pace: on plans of 32 workers and 512 microbatches it was right within 0.1 %.
+"""
+
+_CLOSES = np.array([kind in CLOSING for kind in KINDS])
+_UPDATE = KINDS.index(Kind.UPDATE)
 
 
 class ShortRound(NamedTuple):
@@ -57,22 +66,25 @@ def lengthened(
     replicas: Sequence[int],
     played: ShortRound,
     microbatches: int,
+    alike: float = EXACTLY,
 ) -> Simulation | None:
     """Extrapolates `simulation`, of rounds as `played`, to rounds of `microbatches`.
 
-    None if the rounds do not become periodic. Events and memory stay those of the shorter rounds.
+    None if the rounds do not become periodic, as nearly as `alike` says. Events and memory stay
+    those of the shorter rounds.
     """
     length, period = played
-    starts = range(span.first, span.last, length)
-    times = _times(simulation.events)
-    steps = [_step(times, start + length, period, sum(replicas)) for start in starts]
-    periods = [step for step in steps if step is not None]
-    if len(periods) < len(steps):
+    ends = _ends(simulation.program, simulation.end)
+    if ends is None:
+        return None
+    rounds = range(span.first + length, span.last + 1, length)
+    periods = [step for end in rounds if (step := _step(ends, end, period, sum(replicas), alike))]
+    if len(periods) < len(rounds):
         return None
     before = simulation.seconds_per_minibatch * length
     after = before + sum(periods) / len(periods) * (microbatches - length) / period
     workers = sum(replicas)
-    updates = _updates(simulation.events, span, length)
+    updates = _updates(simulation, span, length)
     passes = (1 - simulation.bubble) * workers * before - updates
     busy = passes / length * microbatches + updates
     return replace(
@@ -82,35 +94,56 @@ def lengthened(
     )
 
 
-def _times(events: Timeline) -> dict[int, list[float]]:
-    """Returns the ends of the actions of each minibatch, worker by worker, in order."""
-    times: dict[int, list[float]] = {}
-    for of_rank in events.values():
-        for event in of_rank:
-            if event.action.kind not in CLOSING:
-                times.setdefault(event.action.minibatch, []).append(event.end)
-    return times
-
-
-def _step(
-    times: Mapping[int, Sequence[float]], end: int, period: int, workers: int
-) -> float | None:
-    """The time between an action and the same action one period before, just before the drain of
-    the round that ends with minibatch `end` - 1; None if it differs between actions.
+def lengthened_by(
+    simulation: Simulation,
+    longer: Simulation,
+    played: ShortRound,
+    microbatches: int,
+    workers: int,
+) -> Simulation:
+    """Extrapolates rounds of gpipe, in which all forward passes repeat, and then all backward
+    passes: each period adds as much as it does from `simulation`, of rounds as `played`, to
+    `longer`, of rounds with one period more.
     """
-    steps = [
-        now - before
-        for minibatch in range(end - 3 * workers, end - workers)
-        for now, before in zip(times[minibatch], times[minibatch - period], strict=True)
-    ]
-    return steps[0] if max(steps) - min(steps) <= _SAME * max(times[end - 1]) else None
+    before = simulation.seconds_per_minibatch * played.length
+    period = longer.seconds_per_minibatch * (played.length + played.period) - before
+    after = before + period * (microbatches - played.length) / played.period
+    busy = (1 - simulation.bubble) * workers * simulation.seconds_per_minibatch
+    seconds = after / microbatches
+    return replace(
+        simulation,
+        seconds_per_minibatch=seconds,
+        bubble=bubble(min(busy, workers * seconds), workers, seconds),
+    )
 
 
-def _updates(events: Timeline, span: SteadySpan, length: int) -> float:
+def _ends(program: Program, end: Floats) -> Floats | None:
+    """[minibatch, action]: the ends of the actions of each minibatch, worker by worker, in order;
+    None if not all minibatches have as many.
+    """
+    passes = np.flatnonzero(~_CLOSES[program.kind])
+    minibatches = program.minibatch[passes]
+    count = int(minibatches.max(initial=0)) + 1
+    if (np.bincount(minibatches, minlength=count) * count != len(passes)).any():
+        return None
+    ordered: Floats = end[passes[np.argsort(minibatches, kind="stable")]].reshape(count, -1)
+    return ordered
+
+
+def _step(ends: Floats, end: int, period: int, workers: int, alike: float) -> float | None:
+    """The mean time between an action of the slowest stage and the same action one period before,
+    just before the drain of the round that ends with minibatch `end` - 1; None if it is not `alike`
+    for all actions.
+    """
+    last = slice(end - 3 * workers, end - workers)
+    steps = ends[last] - ends[last.start - period : last.stop - period]
+    scale = float(ends[end - 1].max()) if alike == EXACTLY else float(steps.mean())
+    differ = float(steps.max() - steps.min()) > alike * scale
+    return None if differ else float(steps.mean(axis=0).max())
+
+
+def _updates(simulation: Simulation, span: SteadySpan, length: int) -> float:
     """Returns the seconds that the updates of one round take on all workers together."""
-    return sum(
-        event.end - event.begin
-        for of_rank in events.values()
-        for event in of_rank
-        if event.action.kind is Kind.UPDATE
-    ) / (span.minibatches / length)
+    updates = simulation.program.kind == _UPDATE
+    seconds = float((simulation.end - simulation.begin)[updates].sum())
+    return seconds / (span.minibatches / length)

@@ -103,16 +103,18 @@ def _play(ranks, items, sums, streams, ahead):  # type: ignore[no-untyped-def]
     flows = idle_streams(len(items.stream), streams)
     ready = list(range(len(ranks.begin) - 1))
     heap = [(np.inf, 0, 0)]  # the last moment: nothing happens any more
+    due = [(np.inf, 0)]
+    due.pop()
     now = 0.0
     while True:
         while ready:
             _go_on(ready.pop(), now, ready, heap, state, flows, ranks, items, sums, streams, ahead)
-        through = next_through(flows, streams, now)
+        through = next_through(flows, due, streams, now)
         now = min(through, heap[0][0])
         if now == np.inf:
             return state.begin, state.end
         while through <= now:
-            item = pop_through(flows, items.size, state.posted, streams, now)
+            item = pop_through(flows, due, items.size, state.posted, streams, now)
             if item < 0:
                 break
             heappush(heap, (now + items.latency[item], _ARRIVES, item))

@@ -80,6 +80,11 @@ class Program:
         own = self.stage[self.subject[at]]
         return {stage: at[own == stage] for stage in stages}
 
+    def updates_of(self, stage: int) -> Ints:
+        """Returns the actions that are updates of this stage."""
+        stages = np.array([own for own, _ in self.workers])[self.worker]
+        return np.flatnonzero((self.kind == _NUMBER[Kind.UPDATE]) & (stages == stage))
+
     @staticmethod
     def of(schedule: Schedule, actions: Sequence[Sequence[Action]]) -> Program:
         """The program of ranks with these actions under the schedule."""

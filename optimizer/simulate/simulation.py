@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipedream.graph.plan import DraftPlan, PlanT, Simulated
+import numpy as np
+
+from pipedream.graph.plan import DraftPlan, PlanT, Simulated, StageSeconds
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.optimizer.cuts.planning_graph import Floats
-from pipedream.optimizer.simulate.program import Program
+from pipedream.optimizer.simulate.program import KINDS, Program
 from pipedream.optimizer.simulate.workload import StageWork
-from pipedream.schedule.action import BACKWARDS, ENDS_BACKWARD, Action, Kind, Versions, Worker
+from pipedream.schedule.action import (
+    BACKWARDS,
+    ENDS_BACKWARD,
+    EXCHANGES,
+    RECEIVES,
+    Action,
+    Kind,
+    Versions,
+    Worker,
+)
+from pipedream.schedule.steady_state import BUSY
 
 
 @dataclass(frozen=True)
@@ -20,12 +32,14 @@ class Simulation:
     compute nor update, are of the steady state, which begins with minibatch `steady_from`.
 
     `begin` and `end`: of each action of the `program`; `ranks`: its ranks, in its order; `works`:
-    of its workers.
+    of its workers. `window`: when the steady state begins and ends, with so many `minibatches`.
     """
 
     seconds_per_minibatch: float
     bubble: float
     steady_from: int
+    minibatches: int
+    window: tuple[float, float]
     ranks: Sequence[int]
     program: Program
     works: Sequence[StageWork]
@@ -36,6 +50,26 @@ class Simulation:
     def events(self) -> Timeline:
         """By rank."""
         return {rank: list(self._events(number)) for number, rank in enumerate(self.ranks)}
+
+    @property
+    def stages(self) -> tuple[StageSeconds, ...]:
+        """What the workers of each stage do in the steady state, per minibatch."""
+        program, (first, last) = self.program, self.window
+        inside = np.minimum(self.end, last) - np.maximum(self.begin, first)
+        stage_of = np.array([stage for stage, _ in program.workers])
+        replicas = np.bincount(stage_of)
+        seconds = np.zeros((len(replicas), len(KINDS)))
+        np.add.at(seconds, (stage_of[program.worker], program.kind), np.maximum(inside, 0.0))
+        seconds /= replicas[:, None] * self.minibatches
+
+        def of(kinds: Collection[str]) -> list[float]:
+            own: list[float] = (
+                seconds[:, [KINDS.index(Kind(kind)) for kind in kinds]].sum(axis=1).tolist()
+            )
+            return own
+
+        figures = zip(of(BUSY), of(RECEIVES), of(EXCHANGES), strict=True)
+        return tuple(StageSeconds(compute=c, waiting=w, exchange=e) for c, w, e in figures)
 
     @cached_property
     def memory(self) -> Mapping[int, Sequence[tuple[float, float]]]:

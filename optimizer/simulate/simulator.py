@@ -23,11 +23,18 @@ from pipedream.graph.plan import DraftPlan
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.cuts.planning_graph import Floats
-from pipedream.optimizer.simulate.long_rounds import ShortRound, lengthened, rounds_to_play
+from pipedream.optimizer.simulate.long_rounds import (
+    EXACTLY,
+    ROUGHLY,
+    ShortRound,
+    lengthened,
+    lengthened_by,
+    rounds_to_play,
+)
 from pipedream.optimizer.simulate.play import Ranks, play
 from pipedream.optimizer.simulate.program import KINDS, Program, program_of
 from pipedream.optimizer.simulate.simulation import Simulation
-from pipedream.optimizer.simulate.sums import parts_of, pass_with_sums
+from pipedream.optimizer.simulate.sums import gather_seconds, parts_of, pass_with_sums
 from pipedream.optimizer.simulate.traffic import Traffic
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, StageWork, Workload
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Worker
@@ -38,10 +45,13 @@ from pipedream.schedule.spec import PipelineSpec, in_order_of
 from pipedream.schedule.steady_state import SteadySpan, bubble, longest_window
 
 MOST_MOVES = 2_000_000
-"""Workers times minibatches of the largest simulation: about five seconds."""
+"""Stages times minibatches of the largest simulation: about five seconds."""
 
 QUICK_MOVES = 100_000
 """The same for a simulation that is not asked for: about a quarter of a second."""
+
+_LONG_IF_ROUGH = 5_000
+"""Stages times minibatches of a rough simulation in which shorter rounds are tried first."""
 
 _WORTH = 3
 """So many times shorter a round must be to be played in the place of a longer one."""
@@ -90,30 +100,46 @@ def _spec(plan: DraftPlan) -> PipelineSpec:
 
 
 def simulate_work(
-    plan: DraftPlan, workload: Workload, most_moves: int, noise: Noise | None = None
+    plan: DraftPlan,
+    workload: Workload,
+    most_moves: int,
+    noise: Noise | None = None,
+    rough: bool = False,
 ) -> Simulation | None:
-    """As `simulate_plan`, with the work of the plan as it is given."""
+    """As `simulate_plan`, with the work of the plan as it is given; `rough`: within a percent, and
+    rounds that are long for that are extrapolated where they are nearly periodic.
+    """
     spec = _spec(plan)
     microbatches = spec.microbatches
     ranks = [stage.ranks for stage in plan.stages]
     spec = in_order_of(plan, replace(spec, links=tuple(sorted(workload.forward_bytes))))
-    span = SteadySpan.for_simulation(policy(spec))
-    repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER and noise is None
+    rounds = 1 if rough else 2
+    span = SteadySpan.for_simulation(policy(spec), rounds)
+    repeats = plan.schedule in ("flush", "gpipe") and spec.order == DEFAULT_ORDER and noise is None
     whole, most = ShortRound(microbatches, microbatches), span.minibatches
-    long = repeats and most * plan.workers > QUICK_MOVES
+    stages = len(plan.stages)
+    long = repeats and most * stages > (_LONG_IF_ROUGH if rough else QUICK_MOVES)
     for played in rounds_to_play(plan.replicas, microbatches) if long else [whole]:
         spec = replace(spec, microbatches=played.length)
-        span = SteadySpan.for_simulation(policy(spec))
+        span = SteadySpan.for_simulation(policy(spec), rounds)
         if played != whole and _WORTH * span.minibatches > most:
             continue
-        if span.minibatches * plan.workers > most_moves:
+        if span.minibatches * stages > most_moves:
             return None
         simulation = simulate(
             Schedule(spec, span.minibatches), workload, plan.cluster, ranks, span, noise=noise
         )
         if played == whole:
             return simulation
-        extrapolated = lengthened(simulation, span, plan.replicas, played, microbatches)
+        if plan.schedule == "gpipe":
+            longer = replace(spec, microbatches=played.length + played.period)
+            span = SteadySpan.for_simulation(policy(longer), rounds)
+            other = simulate(
+                Schedule(longer, span.minibatches), workload, plan.cluster, ranks, span
+            )
+            return lengthened_by(simulation, other, played, microbatches, plan.workers)
+        alike = ROUGHLY if rough else EXACTLY
+        extrapolated = lengthened(simulation, span, plan.replicas, played, microbatches, alike)
         if extrapolated is not None:
             return extrapolated
     return None
@@ -147,7 +173,8 @@ def simulate(
         for stage, replica in program.workers
     ]
     begin, end = play_program(program, workload, works, cluster, ranks, numbers, noise)
-    period = seconds_per_minibatch(program, end, span)
+    window = steady_state(program, end, span)
+    period = (window[1] - window[0]) / len(span)
     busy = sum(
         (work.forward_seconds + work.backward_seconds) / schedule.spec.replicas[stage]
         + work.update_seconds / schedule.policy.round_size(stage)
@@ -157,6 +184,8 @@ def simulate(
         seconds_per_minibatch=period,
         bubble=bubble(busy, len(numbers), period),
         steady_from=span.first,
+        minibatches=len(span),
+        window=window,
         ranks=numbers,
         program=program,
         works=tuple(works),
@@ -182,6 +211,10 @@ def play_program(
         parts = parts_of(workload.stages[stage], ranks[stage], network)
         closing[stage] = pass_with_sums(alone, parts)
         seconds[last] += closing[stage].seconds - alone
+    for stage, work in enumerate(workload.stages):
+        if work.gathered_bytes:
+            gathering = gather_seconds(work, ranks[stage], network)
+            seconds[program.updates_of(stage)] += gathering
     traffic = Traffic(program, workload, network, ranks)
     items, sums, streams = traffic.played(numbers, closing)
     if noise is not None:
@@ -208,10 +241,9 @@ def _of_kind(work: StageWork, kind: Kind) -> float:
     }.get(kind, 0.0)
 
 
-def seconds_per_minibatch(program: Program, end: Floats, span: SteadySpan) -> float:
-    """Of the steady state, when the actions end at these times."""
+def steady_state(program: Program, end: Floats, span: SteadySpan) -> tuple[float, float]:
+    """When it begins and ends, if the actions end at these times."""
     closing = [number for number, kind in enumerate(KINDS) if kind in ENDS_BACKWARD]
     passes = np.isin(program.kind, closing)
     stages = np.array([stage for stage, _ in program.workers])[program.worker[passes]]
-    first, last = longest_window(stages, program.minibatch[passes], end[passes], span)
-    return (last - first) / len(span)
+    return longest_window(stages, program.minibatch[passes], end[passes], span)

@@ -17,6 +17,13 @@ Part: TypeAlias = tuple[Transfer, float]
 """How a part goes over an idle network, and the share of the backward pass before it."""
 
 
+def gather_seconds(work: StageWork, ranks: Sequence[int], network: Network) -> float:
+    """Seconds after an update until the ranks have each other's parts of the parameters; 0 where
+    each updates all. They wait for it, since the next pass needs the parameters.
+    """
+    return network.all_reduce(ranks, work.gathered_bytes).total if work.gathered_bytes else 0.0
+
+
 class PassWithSums(NamedTuple):
     """The seconds of the pass, with the work of the sums that it hides; for each part the share of
     these seconds after which it begins; and how long after the pass the last of the sums is there.

@@ -36,7 +36,8 @@ class StageWork:
     `input_share`: of the backward pass, if it is divided, what BI takes, the gradients of the
     inputs; the rest is BW, that of the weights [default: half].
     `parts` of the sum over replicas: bytes, and the share of the backward pass after which their
-    gradients are there [default: all bytes after all of it].
+    gradients are there [default: all bytes after all of it]. `gathered_bytes`: of an all-reduce
+    that takes as long as the all-gather after an update that replicas divide.
     """
 
     forward_seconds: float
@@ -46,6 +47,7 @@ class StageWork:
     memory: HeldBytes = field(default_factory=HeldBytes)
     parts: tuple[tuple[float, float], ...] = ()
     input_share: float = 0.5
+    gathered_bytes: float = 0.0
 
     @property
     def backward_input_seconds(self) -> float:
@@ -99,8 +101,13 @@ class Workload:
         for stage, nodes in zip(plan.stages, own, strict=True):
             overhead = (overheads or TrainingOverheads({})).of_stage(stage.stage, len(plan.stages))
             forward_seconds = _total(overhead[0], arrays.forward[nodes])
-            again = forward_seconds if stage.recompute else 0.0
+            again = forward_seconds if stage.recomputes_all else 0.0
+            again += _total(0.0, arrays.forward[[arrays.place[n] for n in stage.recomputed_nodes]])
             backward_seconds = _total(overhead[1], arrays.backward[nodes]) + again
+            if stage.offload_seconds is not None:  # what is not hidden beside the passes
+                speed = min(plan.cluster.device(rank).speed for rank in stage.ranks)
+                passes = forward_seconds + backward_seconds
+                backward_seconds += max(0.0, stage.offload_seconds * speed - passes)
             parameters = _total(0.0, arrays.parameters[nodes])
             if overheads is not None:
                 round_size = policy.round_size(stage.stage) / len(stage.ranks)
@@ -109,21 +116,21 @@ class Workload:
             if any(back for (_, target), back in backward.items() if target == stage.stage):
                 of_inputs += _total(overhead[1], arrays.backward_input[nodes])
                 kept = _total(0.0, arrays.kept[nodes])
+            # A reduce-scatter, and then an all-gather, move half of what an all-reduce does.
+            summed = 0.5 if stage.zero else 1.0
             work = StageWork(
                 forward_seconds=forward_seconds,
                 backward_seconds=backward_seconds,
-                update_seconds=parameters / update_rate,
+                update_seconds=parameters / update_rate / (stage.replicas if stage.zero else 1),
                 parameter_bytes=parameters,
-                memory=HeldBytes.of(
-                    stage.memory,
-                    policy.peak(stage.stage),
-                    stage.recompute,
-                    kept,
-                ),
+                memory=HeldBytes.of(stage.memory, policy.peak(stage.stage), kept),
                 parts=(
-                    _parts(nodes, arrays, again, backward_seconds) if len(stage.ranks) > 1 else ()
+                    _parts(nodes, arrays, again, backward_seconds, summed)
+                    if len(stage.ranks) > 1
+                    else ()
                 ),
                 input_share=of_inputs / backward_seconds if backward_seconds else 0.5,
+                gathered_bytes=parameters / 2 if stage.zero else 0.0,
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))
@@ -155,11 +162,16 @@ def _total(first: float, others: Floats) -> float:
 
 
 def _parts(
-    nodes: NDArray[np.int64], arrays: NodeArrays, again: float, backward_seconds: float
+    nodes: NDArray[np.int64],
+    arrays: NodeArrays,
+    again: float,
+    backward_seconds: float,
+    summed: float,
 ) -> tuple[tuple[float, float], ...]:
     """The sums of a stage, as in `StageWork`, whose backward pass of so many seconds begins with
     `again` seconds of recomputation. Gradients come node by node, in reverse, and are sent as
-    buckets as soon as one is full (comm/buckets.py).
+    buckets as soon as one is full (comm/buckets.py), of which the sum moves the share `summed` of
+    an all-reduce.
     """
     reverse = nodes[::-1]
     elapsed = np.cumsum(np.concatenate(([again], arrays.backward[reverse])))[1:]
@@ -181,6 +193,6 @@ def _parts(
     before = 0.0
     for amount, after in buckets:
         place = int(before / total * _MOST_PARTS)
-        parts[place] = (parts.get(place, (0.0, 0.0))[0] + amount, after)
+        parts[place] = (parts.get(place, (0.0, 0.0))[0] + amount * summed, after)
         before += amount
     return tuple(parts.values())

@@ -113,6 +113,11 @@ def _summary(profile: Profile) -> str:
             f"Passes of the whole model{which} took {show_seconds(spread.median)}; half of them"
             f" between {show_seconds(spread.lower)} and {show_seconds(spread.upper)}."
         )
+        if profile.variation is not None and profile.variation.drift:
+            lines.append(
+                f"The machine drifted by {profile.variation.drift:.1%} meanwhile, beside what"
+                " differs from pass to pass."
+            )
         if spread.spread > _NOISY * spread.median:
             lines.append("Noisy: passes vary by more than 10%; repeat on an idle machine.")
     if profile.forward is not None and profile.backward is not None:

@@ -242,23 +242,35 @@ def load_model(
     part.load(rest)
 
 
+StateOf: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor | None]
+"""Of the name of a parameter, and a tensor that an optimizer keeps of it: what is wanted of that,
+None for nothing.
+"""
+
+
+def _as_it_is(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def load_optimizer(
-    path: Path, parameters: Iterable[str], region_of: RegionOf = _all
+    path: Path,
+    parameters: Iterable[str],
+    region_of: RegionOf = _all,
+    state_of: StateOf = _as_it_is,
 ) -> dict[str, torch.Tensor]:
     """Returns what the optimizer knew of these parameters, as `PARAMETER/STATE`, in parts where
-    they are. Raises UserError.
+    they are, and of those what `state_of` gives. Raises UserError.
     """
-    part = _CheckpointPart(path / "optimizer")
-    names, of_key = set(parameters), {key: key.rpartition("/")[0] for key in part.files}
-    owners = {key: name for key, name in of_key.items() if name in names}
-    regions: dict[str, torch.Tensor] = {}
-    for key, name in owners.items():
-        stored = part.stored[key]
-        region = region_of(name, tuple(stored.size))
-        if region is not None:
-            regions[key] = torch.empty(region.shape, dtype=stored.properties.dtype)
-            part.load_region(key, region, regions[key])
-    return _from_pairs({**part.loaded(key for key in owners if key not in regions), **regions})
+    part, names = _CheckpointPart(path / "optimizer"), set(parameters)
+    known: dict[str, torch.Tensor] = {}
+    for key in part.files:  # one by one: all that are whole may need too much memory
+        name = key.rpartition("/")[0]
+        if name in names:
+            tensor = part.read(key, region_of(name, tuple(part.stored[key].size)))
+            ((own_key, tensor),) = _from_pairs({key: tensor}).items()
+            if (wanted := state_of(name, tensor)) is not None:
+                known[own_key] = wanted
+    return known
 
 
 def load_all(path: Path) -> dict[str, torch.Tensor]:
@@ -326,6 +338,16 @@ class _CheckpointPart:
             stored = tensors.get_slice(name)
             for there, here in blocks(region, everything):
                 into[here] = stored[there]
+
+    def read(self, name: str, region: Region | None) -> torch.Tensor:
+        """Returns these elements of a tensor; None for all."""
+        if region is None:
+            with _reading(self.path / self.files[name]) as tensors, torch_reads(self.path):
+                tensor: torch.Tensor = tensors.get_tensor(name)
+            return tensor
+        into = torch.empty(region.shape, dtype=self.stored[name].properties.dtype)
+        self.load_region(name, region, into)
+        return into
 
     def loaded(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -13,9 +15,11 @@ from torch import Tensor
 from pipedream.capture.programs.loss_end import LOSS, Target
 from pipedream.comm.buckets import Buckets
 from pipedream.comm.stage_groups import StageGroups
+from pipedream.comm.zero.gather import Gather
 from pipedream.graph.errors import UserError
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, Tensors, computing
 from pipedream.runtime.engine.minibatch_state import MinibatchState, Recomputation
+from pipedream.runtime.engine.offload import OffloadedActivations
 from pipedream.runtime.engine.passes import (
     AutogradPasses,
     Passes,
@@ -51,7 +55,8 @@ class Executor(ForwardExecutor):
 
     `on_loss` is called with the loss of each minibatch in the last stage. `rng` seeds the passes of
     a minibatch. With `recompute` the backward pass repeats the forward pass first; not in the last
-    stage, whose backward pass follows at once. `per_update` minibatches of a round count as one
+    stage, whose backward pass follows at once. With `offload` saved activations are in the memory
+    of the host meanwhile. `per_update` minibatches of a round count as one
     update for the learning rate scheduler.
 
     A stage on a mesh, or that has backward passes in two halves, runs as programs
@@ -66,6 +71,7 @@ class Executor(ForwardExecutor):
     rng: MinibatchRng
     per_update: int = 1
     recompute: bool = False
+    offload: OffloadedActivations | None = None
 
     def begin(self, data: Minibatches) -> None:
         super().begin(data)
@@ -77,6 +83,12 @@ class Executor(ForwardExecutor):
         used = uses(action for action in actions if not delays.get(action.minibatch))
         self.weights.expect({self.base + version: count for version, count in used.items()})
         self.closing = closing(actions)
+        passes = [action for action in actions if action.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        self.coming = {
+            (one.kind, one.minibatch): other.minibatch
+            for one, other in pairwise(passes)
+            if other.kind is Kind.BACKWARD
+        }
         self.in_halves = any(action.kind is Kind.BACKWARD_INPUT for action in actions)
 
     def end(self) -> None:
@@ -111,7 +123,23 @@ class Executor(ForwardExecutor):
             target = self._target(action)
             state.passes = self._passes(stage_module, tensors, known, target)
             ends = {} if target is None else target.tensors
-            return state.passes.forward(tensors, {**known, **ends})
+            with self._saving(action, [*tensors.values(), *known.values()]):
+                return state.passes.forward(tensors, {**known, **ends})
+
+    @contextmanager
+    def _saving(self, action: Action, held: Sequence[Tensor]) -> Iterator[None]:
+        """What is saved inside moves to the host, if it is to."""
+        if self.offload is None:
+            yield
+            return
+        self._begin_pass(action)
+        with self.offload.saving(action.minibatch, held):
+            yield
+
+    def _begin_pass(self, action: Action) -> None:
+        if self.offload is not None:
+            coming = self.coming.get((action.kind, action.minibatch))
+            self.offload.begin_pass(action.minibatch, action.kind is Kind.BACKWARD, coming)
 
     def _passes(
         self, stage_module: StageModule, tensors: Tensors, known: Tensors, target: Target | None
@@ -217,6 +245,7 @@ class Executor(ForwardExecutor):
         assert state.version is not None
         assert state.passes is not None
         with computing(action):
+            self._begin_pass(action)
             if state.recomputation is not None:
                 self.rng.minibatch = action.minibatch
                 state.recomputation.run(state.passes, state.version.tensors)
@@ -261,6 +290,15 @@ class Executor(ForwardExecutor):
             self.groups.sums.add_up(action.stage, gradients, parameters, self.transport, part_of)
 
     @cached_property
+    def gather(self) -> Gather | None:
+        """What makes the parameters whole after an update, if replicas divide them."""
+        if self.weights.divided is None:
+            return None
+        assert self.groups.replicas is not None
+        parameters = {n: each for n, each in self.weights.parameters.items() if each.requires_grad}
+        return Gather(parameters, self.transport, self.groups.replicas)
+
+    @cached_property
     def buckets(self) -> tuple[Buckets, ...]:
         """For each group of ranks that add up gradients, of those it adds up."""
         partial = {} if self.sharding is None else self.sharding.partial
@@ -270,7 +308,12 @@ class Executor(ForwardExecutor):
                 by_axes.setdefault(partial.get(name, ()), {})[name] = parameter
         groups = {axes: self.groups.adding_up(axes) for axes in by_axes}
         return tuple(
-            Buckets(by_axes[axes], self.transport, group)
+            Buckets(
+                by_axes[axes],
+                self.transport,
+                group,
+                divided=self.weights.divided is not None and group is self.groups.replicas,
+            )
             for axes, group in groups.items()
             if group is not None
         )
@@ -281,5 +324,7 @@ class Executor(ForwardExecutor):
 
     def _update(self, action: Action) -> None:
         updates = -(-action.divisor // self.per_update)
-        number = self.base + action.version
+        number, divided = self.base + action.version, self.weights.divided
         self.stepping.update(action.stage, number, self.weights, action.divisor, updates)
+        if divided is not None and self.gather is not None:
+            self.gather.run(divided.parts)

@@ -17,6 +17,7 @@ from pipedream.comm.teams import Axes
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan
 from pipedream.runtime.engine.executor import Executor, Updates
+from pipedream.runtime.engine.offload import OffloadedActivations
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.sharded_stage import ShardedStage
@@ -86,7 +87,10 @@ class Wiring:
             on_loss=on_loss,
             rng=self.rng,
             per_update=per_update,
-            recompute=self.plan.stages[stage].recompute,
+            recompute=self.plan.stages[stage].recomputes_all,
+            offload=OffloadedActivations(self.rng.device)
+            if self.plan.stages[stage].offload
+            else None,
             sharding=sharding,
         )
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
@@ -18,6 +19,7 @@ from pipedream.graph.placements.regions import Region
 from pipedream.runtime.checkpoint.files import copied, load_model
 from pipedream.runtime.checkpoint.saver import CheckpointPart
 from pipedream.runtime.local.captures import Captures
+from pipedream.runtime.optim.divided import DividedParameters
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
@@ -26,6 +28,7 @@ from pipedream.runtime.stages.divide import divide
 from pipedream.runtime.stages.partition import StageInterface, holds_first, source_text
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.recordings import Recordings
+from pipedream.runtime.stages.selective import refuse_selective
 from pipedream.runtime.stages.sharded_stage import ShardedStage
 from pipedream.runtime.stages.stage_forms import CapturedStages, StageForms
 from pipedream.runtime.stages.stage_module import StageModule
@@ -37,7 +40,8 @@ class LocalStage:
 
     `stage_modules` compute it, out of `forms` where minibatches vary in shape; `parameters` and
     `buffers` are its part of a checkpoint, of which `sharding` has divided some if the stage has a
-    mesh. Random operators draw from `rng`.
+    mesh. Its optimizer steps what is `updated`: the parameters, or if replicas have `divided` them,
+    this one's parts. Random operators draw from `rng`.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class LocalStage:
             self._write_source(captures.whole)
         whole = self._stage_module(captures.whole)
         if job.config.records_passes:
+            if job.plan.stages[self.stage].by_autograd:
+                refuse_selective(self.stage, compiled=False, recorded=True)
             whole.program.recordings = Recordings(job.policy.peak(self.stage).in_flight)
         self.module = whole.piece.module
         ending = loss if self.stage == len(job.plan.stages) - 1 else None
@@ -84,7 +90,15 @@ class LocalStage:
             is_divided=self._is_divided,
             fused=not self._has_copies_in_parts(tied),
         )
-        self.optimizer = self.optimizer_of(self.parameters)
+        self.divided = self._divided_parameters()
+        self.updated = self.parameters if self.divided is None else self.divided.parts
+        self.optimizer = self.optimizer_of(self.updated)
+
+    def _divided_parameters(self) -> DividedParameters | None:
+        if not self.job.divides_updates(self.stage):
+            return None
+        replicas = self.job.plan.stages[self.stage].replicas
+        return DividedParameters(self.parameters, replicas, self.replica)
 
     def _stage_module(self, captured: Captured) -> StageModule:
         plan, backend = self.job.plan, self.job.compile_backend
@@ -109,8 +123,11 @@ class LocalStage:
         tensor in another way than those before them.
         """
         holders = {stage for stages in tied.values() for stage in stages}
-        on_mesh = any(self.job.plan.stages[stage].mesh is not None for stage in holders)
-        return on_mesh and self.stage in holders and self.rng.device.type == "cpu"
+        in_parts = any(
+            self.job.plan.stages[stage].mesh is not None or self.job.divides_updates(stage)
+            for stage in holders
+        )
+        return in_parts and self.stage in holders and self.rng.device.type == "cpu"
 
     def _is_divided(self, name: str) -> bool:
         return self.sharding is not None and self.sharding.is_divided(name)
@@ -121,15 +138,15 @@ class LocalStage:
         write_whole(self.job.run / f"stage{self.stage}.py", text)
 
     def make_stepping(
-        self, tied: Mapping[str, Sequence[int]], team_sum: Callable[[torch.Tensor], None]
+        self, tied: Mapping[str, Sequence[int]], norm_sum: Callable[[torch.Tensor], None]
     ) -> StageStepping:
         """Returns the steps of its optimizer.
 
         In a norm over all ranks, a parameter counts once: in the first replica, and where several
         stages hold it (`tied`), in the first of them. Of the devices of a mesh each counts its
-        part, the first of those that hold the same.
+        part, the first of those that hold the same; and so does each replica that has a part.
         """
-        together = self.job.policy.uniform_updates
+        once = self.job.policy.uniform_updates and self.divided is None
         counted = [
             name
             for name in self.parameters
@@ -138,11 +155,11 @@ class LocalStage:
         ]
         return StageStepping(
             self.optimizer,
-            self.parameters,
+            self.updated,
             self.job.config,
             LearningRate(self.job.config.scheduler, self.optimizer, self.job.directory),
-            frozenset(counted) if self.replica == 0 or not together else (),
-            team_sum,
+            frozenset(counted) if self.replica == 0 or not once else (),
+            norm_sum,
         )
 
     def step_once(self) -> None:
@@ -171,21 +188,43 @@ class LocalStage:
         """Fills its parameters and buffers with those of a checkpoint. Raises UserError."""
         load_model(path, self.saved, self.region, self.whole_shape)
 
-    def part_of_checkpoint(self) -> CheckpointPart | None:
+    def part_of_checkpoint(
+        self, replicas: dist.ProcessGroup | None, place: torch.device
+    ) -> CheckpointPart | None:
         """Copies of the whole parameters and buffers, and of what the optimizer remembers of them,
-        if this rank writes them. Called by all devices of a mesh at the same time, which gather one
-        tensor after the other.
+        if this rank writes them. Called by all devices of a mesh at the same time, and by all
+        `replicas` that have divided the updates, which gather one tensor after the other. `place`:
+        where tensors are sent from. Raises PeerLost.
         """
+        state = self._state_of_replicas(replicas, place)
         if self.replica != 0:
             return None
-        state = state_tensors(self.optimizer, self.parameters)
         if self.sharding is None:
-            return copied(self.saved), copied(state)
+            return copied(self.saved), copied(state) if self.divided is None else state
         model = {name: self.sharding.gathered(name, each) for name, each in self.saved.items()}
         optimizer = {
             key: self.sharding.gathered(key.rpartition("/")[0], each) for key, each in state.items()
         }
         return None if self.sharding.device else (_present(model), _present(optimizer))
+
+    def _state_of_replicas(
+        self, group: dist.ProcessGroup | None, place: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Returns, on the first replica, what the optimizer remembers of all parameters: copies if
+        it has been divided.
+        """
+        state = state_tensors(self.optimizer, self.updated)
+        if self.divided is None:
+            return state
+        assert group is not None
+        return {
+            key: self.divided.gathered(key.rpartition("/")[0], state[key], group, place)
+            for key in sorted(state)
+        }
+
+    def own_state(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns what this replica keeps of the state of a parameter; None for nothing."""
+        return tensor if self.divided is None else self.divided.own_state(name, tensor)
 
     def region(self, name: str, shape: tuple[int, ...]) -> Region | None:
         """Returns what this rank holds of a tensor of a parameter or a buffer; None for all."""
@@ -201,7 +240,7 @@ class LocalStage:
         """Yields what it holds between epochs."""
         yield from self.module.parameters()
         yield from self.module.buffers()
-        yield from state_tensors(self.optimizer, self.parameters).values()
+        yield from state_tensors(self.optimizer, self.updated).values()
 
 
 def _present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:

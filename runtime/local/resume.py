@@ -31,8 +31,8 @@ def resume(local: LocalModel, stepping: Stepping) -> Position:
     _check_position(local, path, saved)
     for stage in local.stages:
         stage.load(path)
-        known = checkpoint.load_optimizer(path, stage.parameters, stage.region)
-        restore_state(stage.optimizer, stage.parameters, known)
+        known = checkpoint.load_optimizer(path, stage.parameters, stage.region, stage.own_state)
+        restore_state(stage.optimizer, stage.updated, known)
     stepping.restore(checkpoint.progress_of(path, saved))
     return saved.position
 
@@ -48,12 +48,13 @@ def begin(path: Path, stages: Sequence[LocalStage], with_optimizer: bool) -> str
         with torch.no_grad():
             _load_weights(folder, stage)
         if with_optimizer and (known := folder.load_optimizer(stage.parameters)):
-            known = {
-                key: _local_part(stage, key.rpartition("/")[0], tensor)
+            local = {
+                key: _local_state(stage, key.rpartition("/")[0], tensor)
                 for key, tensor in known.items()
             }
+            known = {key: tensor for key, tensor in local.items() if tensor is not None}
             _check_state(path, stage, known)
-            restore_state(stage.optimizer, stage.parameters, known)
+            restore_state(stage.optimizer, stage.updated, known)
             restored = True
     return f"the weights{' and the state of the optimizer' * restored} in {path}"
 
@@ -74,13 +75,17 @@ def _local_part(stage: LocalStage, name: str, tensor: torch.Tensor) -> torch.Ten
     return tensor if stage.sharding is None else stage.sharding.local_part(name, tensor)
 
 
+def _local_state(stage: LocalStage, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    return stage.own_state(name, _local_part(stage, name, tensor))
+
+
 def _check_state(path: Path, stage: LocalStage, known: Collection[str]) -> None:
     """Raises UserError if this is not what the stage's optimizer remembers: it would ignore it."""
     remembered: dict[str, set[str]] = {}
     for name, _, state in (key.rpartition("/") for key in known):
         remembered.setdefault(name, set()).add(state)
     for name, states in remembered.items():
-        wanted = remembered_names(stage.optimizer, stage.parameters[name])
+        wanted = remembered_names(stage.optimizer, stage.updated[name])
         if states != wanted:
             raise UserError(
                 f"{path}: of {name} its optimizer remembers {', '.join(sorted(states))}, and"

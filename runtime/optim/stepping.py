@@ -4,8 +4,8 @@ Where all stages update at the same minibatches (`Policy.uniform_updates`) they 
 norm is that of the whole model's gradient, which the ranks find in an action of its own
 (`PipelineSpec.joint_norm`), and an update is left out by all or by none. Where each stage learns by
 itself the norm is that of the stage, because the others' gradients of these minibatches are not
-there yet. Replicas have the same sums, so they decide alike without asking; the devices of a mesh
-add up their parts.
+there yet. Replicas have the same sums, so they decide alike without asking; the devices of a mesh,
+and replicas that divide the updates, add up their parts.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class StageStepping:
     """The steps of one stage's optimizer.
 
     `rate` moves its learning rate. `counted` names the parameters whose gradients this stage adds
-    to the norm; `team_sum` adds a number up over the devices of the stage's mesh, in place.
-    `skipped`: how many updates were left out.
+    to the norm; `norm_sum` adds a number up, in place, over those that have parts of the stage's
+    gradients: the devices of its mesh, replicas that divide the updates. `skipped`: how many
+    updates were left out.
     """
 
     optimizer: Optimizer
@@ -99,7 +100,7 @@ class StageStepping:
     config: RunConfig
     rate: LearningRate
     counted: Collection[str]
-    team_sum: Callable[[Tensor], None] = lambda _: None
+    norm_sum: Callable[[Tensor], None] = lambda _: None
     skipped: int = 0
 
     def add_squares(self, gradients: Mapping[str, Tensor], total: Tensor) -> None:
@@ -215,7 +216,7 @@ class Stepping:
 
     def _norm_of_stage(self, stage: int, gradients: Mapping[str, Tensor]) -> Norm:
         squares = self._squares({stage: gradients})
-        self.stages[stage].team_sum(squares)
+        self.stages[stage].norm_sum(squares)
         return self._norm(squares)
 
     def _norm(self, squares: Tensor) -> Norm:

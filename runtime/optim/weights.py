@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pipedream.comm.device.copies import copy_all
+from pipedream.runtime.optim.divided import DividedParameters
 from pipedream.runtime.optim.prediction import Prediction
 
 
@@ -44,14 +45,17 @@ class Weights:
         parameters: Mapping[str, nn.Parameter],
         updates: int = 0,
         prediction: Prediction | None = None,
+        divided: DividedParameters | None = None,
     ) -> None:
-        """`updates`: the number of updates made so far."""
+        """`updates`: the number of updates made so far. `divided`: if this replica updates its part
+        of the parameters alone.
+        """
         self.parameters = dict(parameters)
         self.gradients: dict[str, torch.Tensor] = {}
         self.spare: list[dict[str, torch.Tensor]] = []
         self.older: list[Version] = []
         self.current = Version(updates, self._snapshot())
-        self.prediction = prediction
+        self.prediction, self.divided = prediction, divided
         self.expected: Mapping[int, int] = {}
         self.peak_versions = 1
 
@@ -128,9 +132,13 @@ class Weights:
             self.gradients[name] = torch.empty_like(parameter.data).copy_(gradient)
 
     def take_gradients(self, divisor: int) -> dict[str, torch.Tensor]:
-        """Returns the mean gradients of the round, a sum of `divisor`; the next round begins."""
+        """Returns the mean gradients of the round, a sum of `divisor`; the next round begins. If
+        updates are divided, those of this replica's parts.
+        """
         summed, self.gradients = self.gradients, {}
         gradients = {name: summed[name] for name in self.parameters if name in summed}
+        if self.divided is not None:
+            gradients = self.divided.own_gradients(gradients)
         if divisor > 1 and gradients:
             torch._foreach_div_(list(gradients.values()), divisor)
         return gradients
@@ -140,14 +148,19 @@ class Weights:
     ) -> None:
         """Makes version `number`, the next one, from the mean gradients of a round.
 
-        `step` changes the parameters by their gradients, which it leaves unset.
+        `step` changes the parameters by their gradients, which it leaves unset; or this replica's
+        parts of them, if they are divided.
         """
         assert number == self.current.number + 1
         if self.current.users:
             self.older.append(self.current)
             self.peak_versions = max(self.peak_versions, 1 + len(self.older))
             self._move()
-        for name, parameter in self.parameters.items():
+        updated = self.parameters
+        if self.divided is not None:
+            self.divided.follow()
+            updated = self.divided.parts
+        for name, parameter in updated.items():
             parameter.grad = gradients.get(name)
         step()
         self.current = Version(number, self._snapshot(), self.expected.get(number, 0))

@@ -10,9 +10,6 @@ from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.plan import Plan, workers_by_rank
 from pipedream.graph.units import show_seconds
 
-_AS_EXPECTED = 0.05
-"""Two runs of one plan differ by as much on a machine that is shared."""
-
 
 @dataclass(frozen=True)
 class Seconds:
@@ -37,17 +34,15 @@ class Seconds:
 @dataclass(frozen=True)
 class Comparison:
     """A minibatch as a whole, and on the workers of `stage`, the busiest: what they computed, and
-    what they spent on messages, sums and waiting.
+    what they spent on messages, sums and waiting. `as_expected`: whether the whole is among what
+    nine of ten runs take.
     """
 
     whole: Seconds
     stage: int
     compute: Seconds
     rest: Seconds
-
-    @property
-    def as_expected(self) -> bool:
-        return abs(self.whole.change) <= _AS_EXPECTED * self.whole.expected
+    as_expected: bool
 
 
 def compare(run: MeasuredRun) -> Comparison | None:
@@ -62,7 +57,7 @@ def compare(run: MeasuredRun) -> Comparison | None:
     whole = Seconds(expected, run.seconds_per_minibatch)
     compute = Seconds(min(expected, _busy_as_planned(run.plan)[stage]), busy)
     rest = Seconds(whole.expected - compute.expected, max(0.0, whole.measured - compute.measured))
-    return Comparison(whole, stage, compute, rest)
+    return Comparison(whole, stage, compute, rest, predicted.expects(run.seconds_per_minibatch))
 
 
 def _busy_as_planned(plan: Plan) -> list[float]:

@@ -79,6 +79,7 @@ class Display:
         self.recorded = self.first
         self.failure: UserError | None = None
         self.statuses: Mapping[int, Status] = {}
+        self.reporting: Callable[[], str | None] = lambda: None
 
     @property
     def rate(self) -> float:
@@ -128,6 +129,10 @@ class Display:
         if self.failure is not None:
             raise self.failure
         return self.recorded >= position
+
+    def note(self, line: str) -> None:
+        """Prints a line; any thread may."""
+        self._line(line)
 
     def _look_or_note(self, losses: Losses) -> None:
         try:
@@ -202,6 +207,8 @@ class Display:
         """Brings what is known of the ranks up to date."""
         self.asked = time.perf_counter()
         self.statuses = published_statuses(losses.store, list(self.workers))
+        if (report := self.reporting()) is not None:
+            self._line(report)
         step = (losses.epoch - 1) * losses.minibatches + losses.next
         self.writers.progress(step, _progress(self.rate, self.learning_rates(), self.statuses))
 

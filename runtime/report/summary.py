@@ -147,6 +147,18 @@ def own_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def _in_a_run(summary: Mapping[str, Any], seconds: float) -> str:
+    """Returns the expected seconds, with those of nine of ten runs where they are for such a run,
+    and whether this is one of them.
+    """
+    if summary.get("expected_interval") is None:
+        return show_seconds(seconds)
+    least, most = summary["expected_interval"]
+    inside = least <= summary["seconds_per_minibatch"] <= most
+    within = f"({show_seconds(least)} to {show_seconds(most)} in nine of ten runs)"
+    return f"{show_seconds(seconds)} {within}{'' if inside else ': this is another one'}"
+
+
 def write_summary(run: FinishedRun, also: str) -> None:
     """Writes summary.json in the run's folder, and the main figures to standard output.
 
@@ -156,13 +168,14 @@ def write_summary(run: FinishedRun, also: str) -> None:
     write_whole(job.run / SUMMARY, json.dumps(summary, indent=1) + "\n")
     measured = summary["seconds_per_minibatch"]
     wanted = expected_seconds(summary)
-    beside = "" if wanted is None else f", expected {show_seconds(wanted)}"
+    beside = "" if wanted is None else f", expected {_in_a_run(summary, wanted)}"
     lines = []
     if measured:  # else there was nothing left to train
         rate = f"{summary['samples_per_second']:.0f}" + " in the steady state" * run.spent.steady
         lines = [
             f"time per minibatch  {show_seconds(measured)}{beside}",
             *(figures(comparison) if comparison is not None else []),
+            *(f"  {line}" for line in run.reason),
             f"samples per second  {rate}",
         ]
     if not job.has_planned_batch:

@@ -191,32 +191,43 @@ def measured_ranks(
     Empty if a rank has done none of them.
     """
     workers = workers_by_rank(plan.rank_assignment)
-    measured = []
-    for rank, stage, replica in sorted((rank, *w) for rank, own in workers.items() for w in own):
-        kept = [
-            [e for e in epoch[rank] if e.action.minibatch in counted and e.action.stage == stage]
-            for epoch in epochs
-        ]
-        forward, backward = _each(kept, {Kind.FORWARD}), _each(kept, BACKWARDS)
-        if not forward or not backward:
-            return ()
-        updates = _each(kept, {Kind.UPDATE})
-        measured.append(
-            MeasuredRank(
-                rank=rank,
-                stage=stage,
-                replica=replica,
-                minibatches=len(backward),
-                forward=_spread(forward),
-                backward=_spread(backward),
-                updates=len(updates),
-                update=_some(updates),
-                all_reduce=_some(_each(kept, {Kind.ALL_REDUCE, Kind.NORM})),
-                sending=_some(_each(kept, SENDS)),
-                waiting=_some(_each(kept, RECEIVES)),
-            )
-        )
-    return tuple(measured)
+    by_worker = sorted((rank, worker) for rank, own in workers.items() for worker in own)
+    measured = [
+        measured_rank([epoch[rank] for epoch in epochs], counted, rank, worker)
+        for rank, worker in by_worker
+    ]
+    known = tuple(each for each in measured if each is not None)
+    return known if len(known) == len(measured) else ()
+
+
+def measured_rank(
+    epochs: Iterable[Iterable[Event]], counted: range, rank: int, worker: Worker
+) -> MeasuredRank | None:
+    """Returns what a rank measured for a worker of its, over these minibatches of each epoch; None
+    if it has done none of them.
+    """
+    stage, replica = worker
+    kept = [
+        [e for e in epoch if e.action.minibatch in counted and e.action.stage == stage]
+        for epoch in epochs
+    ]
+    forward, backward = _each(kept, {Kind.FORWARD}), _each(kept, BACKWARDS)
+    if not forward or not backward:
+        return None
+    updates = _each(kept, {Kind.UPDATE})
+    return MeasuredRank(
+        rank=rank,
+        stage=stage,
+        replica=replica,
+        minibatches=len(backward),
+        forward=_spread(forward),
+        backward=_spread(backward),
+        updates=len(updates),
+        update=_some(updates),
+        all_reduce=_some(_each(kept, {Kind.ALL_REDUCE, Kind.NORM})),
+        sending=_some(_each(kept, SENDS)),
+        waiting=_some(_each(kept, RECEIVES)),
+    )
 
 
 def _each(epochs: Iterable[Iterable[Event]], kinds: Set[Kind]) -> list[float]:

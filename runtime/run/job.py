@@ -46,9 +46,10 @@ class Job:
     """What pd-train was asked to do. `directory`: the run config's; `run`: where results go.
 
     `restarted`: the launcher has started it again after a failure. `replan`: the plan.json to plan
-    again from if there are fewer workers than the plan has; None to refuse that. `plan_folder`:
-    where plan.json is, if anywhere. `unchecked`: the passes of the pipeline are not compared with
-    those of the model first.
+    again from if there are fewer workers than the plan has; None to refuse that. `retune`: that to
+    plan again from by what the run measures; None not to. `plan_folder`: where plan.json is, if
+    anywhere. `unchecked`: the passes of the pipeline are not compared with those of the model
+    first.
     """
 
     plan: Plan
@@ -70,6 +71,7 @@ class Job:
     init: Path | None = None
     init_optimizer: bool = True
     replan: Path | None = None
+    retune: Path | None = None
     plan_folder: Path | None = None
     evaluate_only: bool = False
     checkpoint: Path | None = None
@@ -131,6 +133,11 @@ class Job:
         return self.plan.compile == self.compile_backend
 
     @property
+    def is_comparable(self) -> bool:
+        """Whether the plan's times are for such a run."""
+        return self.as_planned and self.has_planned_batch
+
+    @property
     def compile_backend(self) -> str | None:
         """Returns torch.compile's backend, None for none: that of the config, or of the plan."""
         asked = self.config.compile_backend
@@ -142,16 +149,23 @@ class Job:
         optimizer, momentum = self.config.optimizer, self.config.asynchronous.nesterov
         return optimizer if momentum is None else nesterov_form(optimizer, momentum)
 
+    def divides_updates(self, stage: int) -> bool:
+        """Returns whether the replicas of a stage divide the optimizer's state among them."""
+        planned, asked = self.plan.stages[stage], self.config.zero
+        return planned.replicas > 1 and (planned.zero if asked is None else asked)
+
     def check(self) -> None:
         """Makes the run's folder. Raises UserError if the job is impossible."""
         self.check_order()
         self.check_recordings()
         self.check_microbatches()
         self.check_asynchronous()
+        self.check_zero()
         self.check_scheduler()
         self.check_evaluation()
         self.check_scale()
         self.check_replan()
+        self.check_retune()
         self.check_folder()
         self.check_export()
         self.check_init()
@@ -205,6 +219,21 @@ class Job:
                 f"is {self.schedule}: remove it, or train with --schedule weight-stashing"
             )
         _ = self.optimizer
+
+    def check_zero(self) -> None:
+        """Raises UserError where the optimizer's state cannot be divided over replicas."""
+        divided = [each for each in self.plan.stages if self.divides_updates(each.stage)]
+        if not divided:
+            return
+        why, optimizer = None, self.optimizer.not_elementwise
+        if optimizer is not None:
+            why = f"replicas update parts of parameters, and {optimizer} may have to see whole ones"
+        elif self.config.asynchronous.weight_prediction:
+            why = "replicas know the last step of parts alone, and weight_prediction needs all"
+        elif any(tuple(sorted(stage.ranks)) != stage.ranks for stage in divided):
+            why = "the plan does not have the ranks of each stage in ascending order"
+        if why is not None:
+            raise UserError(f"zero: {why}: write zero: false in the run config")
 
     def check_scheduler(self) -> None:
         """Raises UserError if it needs held-out data that are not evaluated between epochs."""
@@ -289,16 +318,37 @@ class Job:
 
     def check_replan(self) -> None:
         """Raises UserError if there would be nothing to plan from."""
-        if self.replan is None:
+        if self.replan is not None:
+            self._check_graph("--replan", self.replan)
+
+    def check_retune(self) -> None:
+        """Raises UserError if there would be nothing to plan from, nothing to compare, or no
+        checkpoint to go on from.
+        """
+        if self.retune is None:
             return
-        graph = self.replan.with_name("graph.txt")
+        self._check_graph("--retune", self.retune)
+        if not self.is_comparable or not self.has_planned_compile:
+            raise UserError(
+                f"--retune: {self.retune} is for another schedule, batch size, number of"
+                " microbatches or way to compile than the run's: make a plan for those first"
+            )
+        if self.epochs == 1 and self.save_every is None:
+            raise UserError(
+                "--retune: the run has one epoch, and no checkpoint before its end: give"
+                " --save-every"
+            )
+
+    def _check_graph(self, option: str, path: Path) -> None:
+        """Raises UserError if there is no graph, or another, beside the plan in `path`."""
+        graph = path.with_name("graph.txt")
         if not graph.exists():
             raise UserError(
-                f"--replan: there is no {graph}: pd-optimize writes it with plan.json; keep them "
+                f"{option}: there is no {graph}: pd-optimize writes it with plan.json; keep them "
                 "together"
             )
         if read_graph(graph).fingerprint != self.plan.graph.fingerprint:
-            raise UserError(f"--replan: {graph} is not the graph that {self.replan} was made from")
+            raise UserError(f"{option}: {graph} is not the graph that {path} was made from")
 
     def check_folder(self) -> None:
         """Creates the folder. Raises UserError if it cannot, or if it has another's checkpoints."""

@@ -31,18 +31,22 @@ from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.stages.crossings import Crossings, crossings
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.randomness import MinibatchRng, seed_each
+from pipedream.runtime.stages.selective import SelectiveRun, refuse_selective
 from pipedream.runtime.stages.stage_program import StageProgram
 
 Compute: TypeAlias = Run
 """What runs the stage's module."""
 
 
-def make_compute(piece: Segment, precision: Precision, backend: str | None) -> Compute:
-    """Returns what runs the stage's module under these settings.
+def make_compute(
+    piece: Segment, precision: Precision, backend: str | None, selective: Run | None = None
+) -> Compute:
+    """Returns what runs the stage's module under these settings; `selective`: if some nodes run
+    again for the backward pass.
 
     Raises UserError for a torch.compile `backend` that does not exist.
     """
-    run = plain(piece.module)
+    run = selective or plain(piece.module)
     if backend is not None:
         check_backend(backend)
         run = compiled(piece.module, backend, precision.device)
@@ -112,7 +116,12 @@ class StageModule:
             assert rng.device.type == precision.device.type
             seed_each(piece, captured.module, rng)
             mark_groups(piece.module, captured, interface.nodes, plan.eager_nodes or ())
-            run = make_compute(piece, precision, backend)
+            again, selective = plan.stages[stage].recomputed_nodes, None
+            if plan.stages[stage].by_autograd:
+                refuse_selective(stage, backend)
+            if again:
+                selective = SelectiveRun(piece, again, captured.owner, rng, precision)
+            run = make_compute(piece, precision, backend, selective)
         program = StageProgram(piece, precision, backend, ends, nodes=GraphNodes.of(captured))
         outputs, out_spec = captured.outputs, captured.out_spec
         return StageModule(interface, piece, run, outputs, out_spec, program, ends, norms)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count as count_from_0
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
@@ -30,6 +31,9 @@ USER_ERROR = 2
 STOPPED = 77
 """Exit code of a worker of `spawn` that has saved and left because it was asked to. Not 130, as the
 run's own: a worker that SIGINT alone has reached ends with that, and has saved nothing."""
+
+RETUNED = 78
+"""Exit code of a worker that has saved and left to be started again under another plan."""
 
 PEER_LOST = 75
 """Exit code of a worker that stops, quietly, only because another one is gone."""
@@ -67,7 +71,8 @@ def spawn(
     0 if all went well. If a worker dies, or its heartbeat or its GPU stands still for `timeout`
     seconds, all others are stopped and one line names the rank, the cause, and what it was doing;
     for an error of the user the line is the worker's own, and the code is 2. All workers are else
-    started again, at most `restarts` times; then, `with_fewer`, as often with one less.
+    started again, at most `restarts` times; then, `with_fewer`, as often with one less. Those that
+    have left to go on under another plan are started again in any case.
 
     SIGINT, SIGTERM and SIGUSR1 stop all workers, the first one after they have saved; SIGHUP stops
     them at once. No worker outlives this process, even if it is killed. Each has the variables that
@@ -75,10 +80,13 @@ def spawn(
     """
     end: _End | None = None
     with _catching_signals() as caught:
-        for begun, (count, how) in enumerate(_starts(workers, restarts, with_fewer)):
+        begun = count_from_0()
+        for count, how in _starts(workers, restarts, with_fewer):
             if end is not None:
                 _say(end, how)
-            end = _run(work, count, begun, timeout, caught)
+            end = _run(work, count, next(begun), timeout, caught)
+            while end.again and not caught:
+                end = _run(work, count, next(begun), timeout, caught)
             if end.words is None:
                 return end.code
             if end.final or caught:
@@ -105,12 +113,13 @@ def _say(end: _End, then: str) -> None:
 class _End:
     """How the workers ended: the exit code of the run, and in `words` what to tell the user.
 
-    `final` if starting them again would not help.
+    `final` if starting them again would not help, `again` if they have left for that.
     """
 
     code: int
     words: str | None = None
     final: bool = False
+    again: bool = False
 
 
 def _run(work: Work, workers: int, attempt: int, timeout: float, caught: Sequence[int]) -> _End:
@@ -169,7 +178,8 @@ def _watch(
         codes = [child.poll() for child in children]
         if caught and not _may_save(caught, heartbeats):
             return _End(128 + caught[-1], _got(caught[-1]), final=True)
-        failed = {rank: code for rank, code in enumerate(codes) if code and code != STOPPED}
+        saved = (STOPPED, RETUNED)
+        failed = {rank: code for rank, code in enumerate(codes) if code and code not in saved}
         causes = {rank: code for rank, code in failed.items() if code != PEER_LOST}
         if causes:
             return _failed(*next(iter(causes.items())), heartbeats)
@@ -187,8 +197,16 @@ def _watch(
                 silent = [rank for rank, code in enumerate(codes) if code is None]
                 return _cut_off(list(failed), silent, heartbeats)
         elif None not in codes:
-            return _End(128 + (caught[0] if caught else signal.SIGINT) if STOPPED in codes else 0)
+            return _saved(codes, caught)
         time.sleep(_POLL_SECONDS)
+
+
+def _saved(codes: Sequence[int | None], caught: Sequence[int]) -> _End:
+    """Returns the end of workers of which none has failed."""
+    if RETUNED in codes and not caught:
+        return _End(0, again=True)
+    stopped = STOPPED in codes or RETUNED in codes
+    return _End(128 + (caught[0] if caught else signal.SIGINT) if stopped else 0)
 
 
 def _may_save(caught: Sequence[int], heartbeats: Heartbeats) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,16 +48,11 @@ def _plan(job: Job, workers: int) -> Plan:
     """Runs pd-optimize in a process of its own. Raises UserError."""
     assert job.replan is not None
     graph, folder = job.replan.with_name("graph.txt"), _folder(job, workers)
-    command = [sys.executable, "-P", "-m", "pipedream.optimizer.cli.command", str(graph)]
-    command += ["--like", str(job.replan), "--workers", str(workers), "-o", str(folder)]
+    options = ["--like", str(job.replan), "--workers", str(workers), "-o", str(folder)]
     if all(stage.mesh is None for stage in job.plan.stages):
-        command += ["--intra-op", "none"]  # the run config may be for whole stages alone
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        *_, last = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        why = last.removeprefix("pd-optimize: ")
+        options += ["--intra-op", "none"]  # the run config may be for whole stages alone
+    why = run_pd_optimize(graph, options)
+    if why is not None:
         raise UserError(f"--replan for {workers} of {job.plan.workers} workers: {why}")
     path = folder / "plan.json"
     plan = read_plan(path)
@@ -74,9 +70,32 @@ def _folder(job: Job, workers: int) -> Path:
     return job.run / f"plan-{workers}"
 
 
+def run_pd_optimize(
+    graph: Path,
+    options: Sequence[str],
+    started: Callable[[subprocess.Popen[str]], object] = lambda process: None,
+) -> str | None:
+    """Runs it in a process of its own, for which `started` is called. Returns what it says it
+    fails of, in one line; None if it does not.
+    """
+    command = [sys.executable, "-P", "-m", "pipedream.optimizer.cli.command", str(graph), *options]
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(command, stdin=none, stdout=none, stderr=pipe, text=True) as process:
+        started(process)
+        _, errors = process.communicate()
+    if not process.returncode:
+        return None
+    *_, last = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+    return last.removeprefix("pd-optimize: ")
+
+
+def plan_in_words(plan: Plan) -> str:
+    """Returns the workers of each stage."""
+    return " + ".join(map(_workers, plan.stages))
+
+
 def _words(plan: Plan) -> str:
-    replicas = " + ".join(map(_workers, plan.stages))
-    return f"{replicas} at {show_seconds(plan.predicted.seconds_per_minibatch)}"
+    return f"{plan_in_words(plan)} at {show_seconds(plan.predicted.seconds_per_minibatch)}"
 
 
 def _workers(stage: Stage) -> str:

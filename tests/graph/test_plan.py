@@ -133,3 +133,33 @@ def test_in_another_folder_there_is_another_way_to_the_profile(tmp_path: Path) -
     assert moved(there, tmp_path / "runs/first", tmp_path / "plan") == plan
     without = Plan.model_validate(plan_json() | {"asked": {}})
     assert moved(without, tmp_path / "plan", tmp_path) == without
+
+
+def broken_stage(**fields: object) -> dict[str, object]:
+    plan = plan_json()
+    plan["stages"][0] |= {"recompute": False, **fields}
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("fields", "whole", "reason"),
+    [
+        ({"recompute": ["c"]}, {}, "recomputes node c, not one of its own"),
+        ({"recompute": ["a"], "mesh": [2]}, {}, "on a mesh"),
+        ({"offload": True, "mesh": [2]}, {}, "on a mesh"),
+        ({"recompute": ["a"]}, {"order": "zb-h1"}, "order zb-h1 divides"),
+        ({"offload": True}, {"order": "zb-h1"}, "order zb-h1 divides"),
+        ({"offload": True, "recompute": True}, {}, "choose one"),
+    ],
+)
+def test_single_nodes_and_offload_are_refused_where_they_cannot_be(
+    fields: dict[str, object], whole: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        Plan.model_validate(broken_stage(**fields) | whole)
+
+
+def test_a_list_of_nodes_is_read_as_it_is_written(tmp_path: Path) -> None:
+    plan = Plan.model_validate(broken_stage(recompute=["b"], offload=False))
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json").stages[0].recomputed_nodes == ("b",)

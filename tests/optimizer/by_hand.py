@@ -6,7 +6,7 @@ many components of the level below, and the nested plan inside each of these (No
 
 import math
 from functools import cache
-from itertools import combinations, groupby, pairwise
+from itertools import combinations, groupby, pairwise, product
 
 from pipedream.graph.model import Graph
 
@@ -78,19 +78,23 @@ class Costs:
             for index, (start, end, replicas, inside) in enumerate(plan)
         )
 
-    def within(self, plan, schedule, memory, recompute="never", states=0):
+    def within(self, plan, schedule, memory, recompute="never", states=0, zero="never"):
         """The bytes on the fullest worker, and the seconds of each stage on one device.
 
         None where a stage does not fit in `memory`, of all or of each stage's devices. With `auto`
         one that does not do so plain may do its forward pass again; with `always` all do but the
-        last.
+        last. Likewise `zero`: its replicas may divide the `states`, which is tried first, and
+        remains.
         """
         stages, most, seconds = list(flatten(plan)), 0, {}
         for i, (start, end, replicas) in enumerate(stages):
             in_flight = math.ceil(sum(s[2] for s in stages[i:]) / replicas)
             ways = {"never": [False], "auto": [False, True], "always": [True]}[recompute]
-            for again in ways if i < len(stages) - 1 else [False]:
-                held = self.worker_memory(start, end, in_flight, schedule, again, states)
+            ways = ways if i < len(stages) - 1 else [False]
+            parts = {"never": [1], "auto": [1, replicas], "always": [replicas]}[zero]
+            tried = [*product(ways[:1], parts), *product(ways[1:], parts[-1:])]
+            for again, part in tried:
+                held = self.worker_memory(start, end, in_flight, schedule, again, states / part)
                 if held <= (memory[i] if isinstance(memory, list) else memory):
                     break
             else:

@@ -268,6 +268,13 @@ def test_a_plan_for_other_ranks_is_refused() -> None:
         Pipeline(_model("Chain"), _plan("Chain", (1, 1)), _mean_square)
 
 
+def test_a_plan_that_divides_the_optimizers_state_is_refused() -> None:
+    plan = _plan("Chain", (1, 1))
+    stages = tuple(each.model_copy(update={"zero": each.stage == 1}) for each in plan.stages)
+    with pytest.raises(UserError, match=r"stage 1 of the plan has zero: .* --zero never$"):
+        Pipeline(_model("Chain"), plan.model_copy(update={"stages": stages}), _mean_square)
+
+
 def test_a_plan_with_several_stages_on_a_rank_is_refused() -> None:
     """It ended in an assertion, when the first minibatch came."""
     plan = plan_of("Chain", "zb-v", [[0], [1], [1], [0]], 4)

@@ -188,7 +188,7 @@ def test_a_run_that_fails_leaves_nothing_frozen(monkeypatch: pytest.MonkeyPatch)
     before = gc.get_freeze_count()
     job = SimpleNamespace(evaluate_only=False)
     local = SimpleNamespace(rank_info=SimpleNamespace(rank=1), job=job)
-    context: Any = SimpleNamespace(display=None, local=local, writers=Writers({}))
+    context: Any = SimpleNamespace(display=None, local=local, writers=Writers({}), retuner=None)
     with pytest.raises(UserError):
         trainer._run(context)
     assert gc.get_freeze_count() <= before

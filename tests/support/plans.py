@@ -16,10 +16,11 @@ def make_plan(
     replicas: Sequence[int],
     schedule: ScheduleName = "weight-stashing",
     recompute: Collection[int] = (),
+    again: Collection[str] = (),
 ) -> Plan:
     """A plan with these nodes and replica counts for each stage; ranks in order.
 
-    `recompute`: the stages that do so.
+    `recompute`: the stages that do so; `again`: single nodes that do, of the others.
     """
     workers = sum(replicas)
     first = [sum(replicas[:stage]) for stage in range(len(replicas))]
@@ -35,7 +36,7 @@ def make_plan(
                 compute_seconds=0.0,
                 parameter_bytes=0.0,
                 memory_bytes=0.0,
-                recompute=stage in recompute,
+                recompute=stage in recompute or tuple(n for n in nodes if n in again) or False,
             )
             for stage, (nodes, count) in enumerate(zip(pieces, replicas, strict=True))
         ),

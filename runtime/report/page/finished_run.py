@@ -11,7 +11,9 @@ from pipedream.graph.model import Graph, read_graph
 from pipedream.graph.plan import PlannedGraph
 from pipedream.graph.profile import read_profile
 from pipedream.runtime.report.expectation import Comparison, advice, compare
+from pipedream.runtime.report.stage_seconds import StagesMeasured
 from pipedream.runtime.report.utilisation import Utilisation
+from pipedream.runtime.report.where_time_is import what_is_off
 from pipedream.runtime.run.job import Job
 
 _LONGEST_NAME = 80
@@ -19,17 +21,27 @@ _LONGEST_NAME = 80
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """`summary` is what summary.json gets, `measured` what measured.json has, if there is one."""
+    """`summary` is what summary.json gets, `measured` what measured.json has, if there is one;
+    `stages`: what their workers did in the last epoch.
+    """
 
     job: Job
     summary: Mapping[str, Any]
     spent: Utilisation
     measured: MeasuredRun | None
+    stages: StagesMeasured | None = None
 
     @property
     def comparison(self) -> Comparison | None:
         """Returns the plan's expectation beside the run; None if it was trained in another way."""
         return compare(self.measured) if self.measured and self.job.as_planned else None
+
+    @property
+    def reason(self) -> list[str]:
+        """Returns a line on what made the run slower or faster than expected."""
+        if self.stages is None or not self.job.is_comparable:
+            return []
+        return what_is_off(self.job.plan.predicted, self.stages)
 
     @property
     def advice(self) -> list[str]:

@@ -130,6 +130,17 @@ class Strict(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Operation:
         return self._begin("gather", [], lambda: self.gloo.allgather(outputs, inputs).wait())
 
+    def all_gather_single(self, output: Any, own: Any, opts: Any = None) -> Operation:
+        return self._begin("gather", [], lambda: self.gloo._allgather_base(output, own).wait())
+
+    def reduce_scatter_single(self, own: Any, all_of_it: Any, opts: Any = None) -> Operation:
+        return self._begin(
+            "scatter", [], lambda: self.gloo._reduce_scatter_base(own, all_of_it).wait()
+        )
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
     def barrier(self, opts: Any = None) -> Operation:
         return self._begin("barrier", [], lambda: self.gloo.barrier().wait())
 

@@ -54,6 +54,7 @@ def test_weight_stashing_keeps_a_version_for_each_minibatch(graph):
         "optimizer_state": 2 * 11,
         "gradients": 0,
         "activations": 3 * 120,
+        "recomputed": 0,
         "inputs": 120,  # the gradients of what the stage has sent: of a's output and b's
         "workspace": 10,
         "allocator": 0,
@@ -93,7 +94,7 @@ def test_what_a_stage_receives_is_kept_and_one_more_is_on_its_way(graph):
 def test_recomputation_keeps_one_set_of_activations(graph):
     held = MemoryModel(cuts_of(graph), TrainingSettings())
     plain, again = (items(held, 0, 2, 3, recompute) for recompute in (False, True))
-    assert again == plain | {"activations": 120}
+    assert again == plain | {"activations": 0, "recomputed": 120}
 
 
 def test_gradients_come_as_activations_go(make_graph):
@@ -159,15 +160,18 @@ def test_the_choice_is_the_cheaper_one_that_fits(graph):
     again = held.total(0, ends, Peak(2, 2), True)
     assert (again < plain).all()
     for allowed, some, expected in (
-        ("auto", plain.max(), ([True] * 3, [False] * 3)),
+        ("whole", plain.max(), ([True] * 3, [False] * 3)),
         ("auto", again[1], ((again <= again[1]).tolist(), (plain > again[1]).tolist())),
         ("never", again[1], ((plain <= again[1]).tolist(), [False] * 3)),
         ("always", math.inf, ([True] * 3, [True] * 3)),
     ):
-        fits, recompute = MemoryLimit(some, held, allowed).choose(0, ends, Peak(2, 2), last=False)
-        assert (fits.tolist(), recompute.tolist()) == expected, allowed
-    fits, recompute = MemoryLimit(math.inf, held, "always").choose(0, ends, Peak(1, 1), last=True)
-    assert not recompute.any(), "the backward pass follows at once"
+        limit = MemoryLimit(some, held, allowed)
+        fits, seconds = limit.choose(0, ends, Peak(2, 2), last=False)
+        forward = held.cuts.forward_seconds[ends]
+        again = np.where(np.array(expected[1]) & fits, forward, 0.0)
+        assert (fits.tolist(), seconds.tolist()) == (expected[0], again.tolist()), allowed
+    fits, seconds = MemoryLimit(math.inf, held, "always").choose(0, ends, Peak(1, 1), last=True)
+    assert not seconds.any(), "the backward pass follows at once"
 
 
 def test_predicted_weights_stand_beside_the_newest_and_the_last_step(graph):
@@ -179,3 +183,37 @@ def test_predicted_weights_stand_beside_the_newest_and_the_last_step(graph):
     assert (found["weight_versions"], found["optimizer_state"]) == (3 * 11, 2 * 11)
     found = items(held, 0, 2, 1)
     assert (found["weight_versions"], found["optimizer_state"]) == (0, 11)
+
+
+def test_replicas_divide_the_optimizers_state_and_nothing_else(graph):
+    held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
+    plain, divided = held.of(0, 2, Peak(3, 3), False), held.of(0, 2, Peak(3, 3), False, 4)
+    assert divided == plain.model_copy(update={"optimizer_state": 2 * 11 / 4})
+    each = held.total(0, slice(2, 4), Peak(3, 3), False, np.array([4, 1]))
+    assert each.tolist() == [divided.total, held.of(0, 3, Peak(3, 3), False).total]
+
+
+def test_the_state_is_divided_before_a_stage_recomputes(graph):
+    """Of a stage alone, without replicas, there is nothing to divide."""
+    held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
+    plain, divided, both = (
+        held.total(0, slice(2, 3), Peak(2, 2), recompute, parts)[0]
+        for recompute, parts in ((False, 1), (False, 2), (True, 2))
+    )
+    assert both < divided < plain
+    for some, zero, expected in (
+        (plain, "auto", (1, True, False)),
+        (divided, "auto", (2, True, False)),
+        (both, "auto", (2, True, True)),
+        (both - 1, "auto", (2, False, True)),
+        (plain, "always", (2, True, False)),
+        (divided, "never", (1, True, True)),
+    ):
+        limit = MemoryLimit(some, held, "auto", zero)
+        asked = 0, slice(2, 3), Peak(2, 2), False
+        parts = limit.state_parts(*asked, 2)
+        fits, seconds = limit.choose(*asked, parts)
+        recompute = limit.chosen(0, 2, Peak(2, 2), False, int(np.ravel(parts)[0]))
+        assert (*np.ravel(parts), *fits, recompute) == expected, (some, zero)
+        assert (seconds[0] > 0) == (fits[0] and recompute), (some, zero)
+        assert limit.state_parts(*asked, 1) == 1

@@ -50,6 +50,7 @@ def check(
     schedule="flush",
     recompute="auto",
     optimizer="sgd",
+    zero="never",
 ):
     """Plans, tries every plan, compares; with `share` of the memory that the free plan needs."""
     name, compression = model
@@ -68,6 +69,7 @@ def check(
         rules=rules,
         recompute=recompute,
         optimizer=optimizer,
+        zero=zero,
         in_flight="least",
     )
     outcome = optimize(request)
@@ -77,7 +79,8 @@ def check(
         assume(memory > 0)
         request = replace(request, memory=memory)
     room = math.inf if memory is None else memory
-    settings = (schedule, room, recompute, {"sgd": 0, "momentum": 1, "adam": 2}[optimizer])
+    states = {"sgd": 0, "momentum": 1, "adam": 2}[optimizer]
+    settings = (schedule, room, recompute, states, zero)
     best = best_of_all(by_hand, costs, cuts, rules, *settings)
     if best == math.inf:
         with pytest.raises(NothingFits):
@@ -149,11 +152,13 @@ def test_three_levels_equal_brute_force(by_hand, graph, model, rules):
     schedule=st.sampled_from(["weight-stashing", "flush"]),
     recompute=st.sampled_from(["never", "auto", "always"]),
     optimizer=st.sampled_from(["sgd", "momentum", "adam"]),
+    zero=st.sampled_from(["never", "auto", "always"]),
 )
 def test_plans_within_memory_equal_brute_force(
-    by_hand, graph, machines, model, rules, share, schedule, recompute, optimizer
+    by_hand, graph, machines, model, rules, share, schedule, recompute, optimizer, zero
 ):
-    check(by_hand, graph, machines, model, rules, 10, share, schedule, recompute, optimizer)
+    settings = share, schedule, recompute, optimizer, zero
+    check(by_hand, graph, machines, model, rules, 10, *settings)
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ def check(
     schedule="flush",
     recompute="auto",
     tried=None,
+    zero="never",
 ):
     """Plans, tries every pipeline, compares; with `share` of the memory the free plan needs."""
     name, compression = model
@@ -72,8 +73,10 @@ def check(
     costs = by_hand.Costs(graph, machines, BANDWIDTH[: len(machines)], name, compression)
     cluster = Cluster(machines=machines, bandwidth=BANDWIDTH[: len(machines)])
     cost = COST_MODELS[name](compression)
+    states, optimizer = (0, "sgd") if zero == "never" else (2, "adam")
     request = Request(
-        graph, cluster, cost, schedule, None, rules, goal, "sgd", recompute, in_flight="least"
+        *(graph, cluster, cost, schedule, None, rules, goal, optimizer, recompute, zero),
+        in_flight="least",
     )
     memory = None
     if share is not None:
@@ -81,7 +84,7 @@ def check(
         memory = share * max(stage.memory_bytes for stage in free.plan.stages)
         assume(memory > 0)
     pipelines = by_hand.flat_pipelines(cuts, machines, rules.straight, rules.fewer_machines)
-    settings = (schedule, math.inf if memory is None else memory, recompute)
+    settings = (schedule, math.inf if memory is None else memory, recompute, states, zero)
     held = ((pipeline, by_hand.flat_within(costs, pipeline, *settings)) for pipeline in pipelines)
     best = min(
         (
@@ -169,11 +172,13 @@ def test_three_levels_equal_brute_force(by_hand, graph, goal):
     share=st.sampled_from([0.3, 0.5, 0.7, 0.9]),
     schedule=st.sampled_from(["weight-stashing", "flush"]),
     recompute=st.sampled_from(["never", "auto", "always"]),
+    zero=st.sampled_from(["never", "auto", "always"]),
 )
 def test_plans_within_memory_equal_brute_force(
-    by_hand, graph, machines, model, rules, goal, share, schedule, recompute
+    by_hand, graph, machines, model, rules, goal, share, schedule, recompute, zero
 ):
-    check(by_hand, graph, machines, model, rules, goal, 11, share, schedule, recompute)
+    settings = 11, share, schedule, recompute
+    check(by_hand, graph, machines, model, rules, goal, *settings, zero=zero)
 
 
 @pytest.mark.slow

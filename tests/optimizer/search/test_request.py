@@ -48,8 +48,8 @@ def test_another_answer_to_what_stages_cost_is_put_in_at_one_place(make_graph, l
     """Here stages of several nodes are not allowed, where one would be fastest."""
 
     class SingleNodes(Replication):
-        def on_device(self, start, ends, downstream_workers):
-            seconds = super().on_device(start, ends, downstream_workers)
+        def on_device(self, start, ends, downstream_workers, replicas=1):
+            seconds = super().on_device(start, ends, downstream_workers, replicas)
             counts = [len(self.cuts.nodes(start, end)) for end in np.arange(len(self.cuts))[ends]]
             return np.where(np.array(counts) > 1, np.inf, seconds)
 

@@ -12,6 +12,7 @@ from pipedream.graph.model import Graph, Node
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.simulate import simulator
 from pipedream.optimizer.simulate.long_rounds import rounds_to_play
+from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import simulate_plan
 
 
@@ -30,6 +31,20 @@ def chain(seed: int, replicas: tuple[int, ...], microbatches: int) -> tuple[Grap
     return graph, plan.model_copy(update={"schedule": "flush", "predicted": predicted})
 
 
+def short_and_whole(
+    monkeypatch: pytest.MonkeyPatch, graph: Graph, plan: Plan
+) -> tuple[Simulation, Simulation]:
+    """The plan's rounds extrapolated, and played whole."""
+    monkeypatch.setattr(simulator, "QUICK_MOVES", 0)
+    short = simulate_plan(plan, graph)
+    monkeypatch.setattr(simulator, "QUICK_MOVES", 10**9)
+    whole = simulate_plan(plan, graph)
+    assert short is not None
+    assert whole is not None
+    assert len(short.events[0]) < len(whole.events[0]) / 2
+    return short, whole
+
+
 @pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
@@ -40,15 +55,23 @@ def test_as_if_every_microbatch_was_played(
     monkeypatch: pytest.MonkeyPatch, replicas: tuple[int, ...], microbatches: int
 ) -> None:
     graph, plan = chain(sum(replicas), replicas, microbatches)
-    monkeypatch.setattr(simulator, "QUICK_MOVES", 0)
-    short = simulate_plan(plan, graph)
-    monkeypatch.setattr(simulator, "QUICK_MOVES", 10**9)
-    whole = simulate_plan(plan, graph)
-    assert short is not None
-    assert whole is not None
-    assert len(short.events[0]) < len(whole.events[0]) / 2
+    short, whole = short_and_whole(monkeypatch, graph, plan)
     assert short.seconds_per_minibatch == pytest.approx(whole.seconds_per_minibatch, rel=1e-11)
     assert short.bubble == pytest.approx(whole.bubble, abs=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "microbatches"), [((1, 1), 700), ((2, 1), 901), ((1, 1, 2), 600)]
+)
+def test_rounds_of_gpipe_grow_by_as_much_for_each_period(
+    monkeypatch: pytest.MonkeyPatch, replicas: tuple[int, ...], microbatches: int
+) -> None:
+    graph, plan = chain(3, replicas, microbatches)
+    plan = plan.model_copy(update={"schedule": "gpipe"})
+    short, whole = short_and_whole(monkeypatch, graph, plan)
+    assert short.seconds_per_minibatch == pytest.approx(whole.seconds_per_minibatch, rel=1e-9)
+    assert short.bubble == pytest.approx(whole.bubble, abs=1e-3)
 
 
 def test_one_worker_has_a_closed_form() -> None:
@@ -77,7 +100,7 @@ def test_the_real_round_is_the_last_to_be_tried(
 @pytest.mark.slow
 def test_many_replicas_need_no_long_rounds() -> None:
     """Twelve turns of 12 and 4 replicas are 144 microbatches, one turn is twelve."""
-    graph, plan = chain(1, (12, 4), 2000)
+    graph, plan = chain(1, (12, 4), 20_000)
     simulation = simulate_plan(plan, graph)
     assert simulation is not None
     passes = {event.action.minibatch for events in simulation.events.values() for event in events}

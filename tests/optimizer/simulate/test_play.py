@@ -311,6 +311,25 @@ def test_a_norm_on_one_rank_takes_no_time():
     assert spans(found, 0, Kind.NORM) == [(2, 2)]
 
 
+def test_in_both_plays_a_sum_after_the_pass_is_not_beside_it():
+    # The sums of a second each take all of the ranks. 0.3 * 3.1 + (3.1 - 0.3 * 3.1) < 3.1 in
+    # floats: for the slow play that little of the pass was left, with the second sum beside it.
+    #         0   1     1.93  2.93                5.1   6.1
+    # pass    F     0.93            2.17
+    # sums                10                        10    bytes, after 0.3 of the pass and all of it
+    work = StageWork(1.0, 3.1, parts=((10.0, 0.3), (10.0, 1.0)))
+    busy = ten_per_second(2, send=(Link(bandwidth=10.0, busy=1.0),))
+    orders = Orders.made(schedule("weight-stashing", (2,), (), 1), [[0, 1]])
+    workload = Workload((work,), {}, {})
+    found = simulate(orders.schedule, workload, busy, orders.ranks)
+    slow = fluid_spans(orders.actions, workload, busy, orders.ranks)
+    for rank, sums in ((0, (5.1, 6.1)), (1, (0, 6.1))):
+        passes = [(0, 1), (1, 5.1)] if rank == 0 else []
+        drawn = [pytest.approx(each) for each in (*passes, sums, (6.1, 6.1))]
+        assert [(event.begin, event.end) for event in found.events[rank]] == drawn
+        assert slow[rank] == drawn
+
+
 # Against the slow one --------------------------------------------------------
 
 # Small numbers, so that much happens at the same moment, and any others.

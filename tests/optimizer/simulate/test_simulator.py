@@ -340,10 +340,10 @@ def test_what_is_held_between_the_halves():
     none = dict.fromkeys(StageMemory.model_fields, 0.0)
     memory = StageMemory(**none | {"activations": 14.0, "inputs": 6.0})
     peak = Peak(2, 1)
-    assert HeldBytes.of(memory, peak, False).halfway is None
-    held = HeldBytes.of(memory, peak, False, kept=1.0)
+    assert HeldBytes.of(memory, peak).halfway is None
+    held = HeldBytes.of(memory, peak, kept=1.0)
     assert (held.minibatch, held.halfway) == (10, 4)
-    for kept, most in ((held, 14), (HeldBytes.of(memory, peak, False), 20)):
+    for kept, most in ((held, 14), (HeldBytes.of(memory, peak), 20)):
         work = StageWork(1, 2, memory=kept)
         found = run_orders(zero_bubble(2, 8, 4), chain((1, 2), work))
         # From 3 s on there is F1 beside what is left of 0; from 5 s BW0 beside what is left of 1.

@@ -308,9 +308,10 @@ class _Play:
             need = self.wires.all_reduce(self.placed[stage], amount)
             if len(self.placed[stage]) == 1:
                 need = need._replace(seconds=0.0, busy=0.0)
-            wait = max(0.0, after * seconds - done)
-            begins.append(time + wait)
-            time, done = time + wait, done + wait
+            # Not done + wait: rounding might leave some of a pass that is done entirely.
+            ready = max(done, after * seconds)
+            time, done = time + ready - done, ready
+            begins.append(time)
             work.append((time, done))
             taken = need.busy * (need.seconds + need.latency)
             longer = min(max(0.0, seconds - done), max(0.0, taken - need.seconds))

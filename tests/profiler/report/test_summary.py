@@ -100,3 +100,13 @@ def test_a_profile_whose_passes_vary_is_called_noisy(capsys: pytest.CaptureFixtu
     assert noisy not in capsys.readouterr().out
     print_report(profile(layer("a"), pass_seconds=(1.0, 1.0, 1.5, 1.6)))
     assert noisy in capsys.readouterr().out
+
+
+def test_drift_is_told_from_what_differs_from_pass_to_pass(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drifting = tuple(1.0 + 0.001 * number for number in range(100))
+    print_report(profile(layer("a"), pass_seconds=drifting))
+    assert "The machine drifted by 2.8% meanwhile" in " ".join(capsys.readouterr().out.split())
+    print_report(profile(layer("a"), pass_seconds=(1.0, 1.1, 1.0, 1.1, 1.0)))
+    assert "drifted" not in capsys.readouterr().out

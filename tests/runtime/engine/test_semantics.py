@@ -58,15 +58,18 @@ def plan_for(
     parts: Sequence[str],
     replicas: Sequence[int],
     recompute: Collection[int] = (),
+    again: Collection[str] = (),
 ) -> Plan:
-    """Stages made of the modules whose names stand in `parts`, such as ("a", "bc")."""
+    """Stages made of the modules whose names stand in `parts`, such as ("a", "bc"). `again`: single
+    nodes that are recomputed.
+    """
     stage_of = {letter: stage for stage, letters in enumerate(parts) for letter in letters}
     pieces: list[list[str]] = [[] for _ in parts]
     for node in captured.graph.order:
         path = captured.module_paths[node]
         is_input = captured.graph.nodes[node].is_input
         pieces[0 if is_input else stage_of.get(path[:1], len(parts) - 1)].append(node)
-    return make_plan(captured.graph, pieces, replicas, recompute=recompute)
+    return make_plan(captured.graph, pieces, replicas, recompute=recompute, again=again)
 
 
 def chain_stages(serial: ModuleType, model: nn.Module, parts: Sequence[str]) -> list[object]:
@@ -264,13 +267,16 @@ def test_recomputation_changes_nothing_batch_norm_moves_once(
         ("Skips", ("a", "b", "c"), (2, 1, 1)),
     ):
         captured = capture(getattr(small_models, name)(), (torch.randn(4, 6),))
-        again = range(len(parts) - 1)
-        plan = plan_for(captured, parts, replicas, recompute=again)
         config = config_for(name, "float64", SGD)
-        jobs.append(Job(plan, config, SUPPORT, tmp_path / name, schedule=schedule, epochs=EPOCHS))  # type: ignore[arg-type]
+        for whole, single in ((range(len(parts) - 1), ()), ((), captured.working[::2])):
+            plan = plan_for(captured, parts, replicas, whole, single)
+            run = tmp_path / f"{name}{len(single)}"
+            jobs.append(Job(plan, config, SUPPORT, run, schedule=schedule, epochs=EPOCHS))  # type: ignore[arg-type]
     run_jobs(jobs)
-    assert_equals_serial(jobs[0], serial, chain_stages, ("an", "c"))
-    assert_equals_serial(jobs[1], serial, skip_stages, ("a", "b", "c"))
+    for job in jobs[:2]:
+        assert_equals_serial(job, serial, chain_stages, ("an", "c"))
+    for job in jobs[2:]:
+        assert_equals_serial(job, serial, skip_stages, ("a", "b", "c"))
 
 
 @pytest.mark.thorough
@@ -279,18 +285,22 @@ def test_recomputation_draws_the_same_random_numbers(tmp_path: Path) -> None:
     """Dropout and batch norm in a stage that recomputes: every bit is that of the plain run."""
     captured = capture(small_models.Noisy(), (torch.randn(4, 6),))
     jobs = []
-    for again in ((), (0,)):
-        plan = plan_for(captured, ("and", "c"), (1, 1), recompute=again)
+    for again, single in (((), ()), ((0,), ()), ((), captured.working), ((), ())):
+        plan = plan_for(captured, ("and", "c"), (1, 1), again, single)
+        if len(jobs) == 3:  # or all is moved to the host
+            moved = [stage.model_copy(update={"offload": True}) for stage in plan.stages]
+            plan = plan.model_copy(update={"stages": tuple(moved)})
         config = config_for("Noisy", "float32", ADAM).model_copy(
             update={"data": CLASSES, "loss": "cross_entropy"}
         )
-        run = tmp_path / f"again{len(again)}"
+        run = tmp_path / str(len(jobs))
         jobs.append(Job(plan, config, SUPPORT, run, epochs=EPOCHS))
     run_jobs(jobs)
-    plain, recomputed = jobs
-    assert losses(plain) == losses(recomputed)
-    for name, tensor in weights(plain).items():
-        assert torch.equal(tensor, weights(recomputed)[name]), name
+    plain, *others = jobs
+    for recomputed in others:
+        assert losses(plain) == losses(recomputed)
+        for name, tensor in weights(plain).items():
+            assert torch.equal(tensor, weights(recomputed)[name]), name
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ from plans import make_plan
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
-from pipedream.graph.run_config import DataFactory, Factory, RunConfig
+from pipedream.graph.run_config import (
+    AsynchronousConfig,
+    DataFactory,
+    Factory,
+    GroupConfig,
+    OptimizerConfig,
+    RunConfig,
+)
 from pipedream.runtime.run.job import Job
 
 
@@ -36,6 +44,39 @@ def test_2bw_needs_as_many_microbatches_as_are_in_flight() -> None:
         job(7, "2bw").check_microbatches()
     for schedule in ("flush", "gpipe", "weight-stashing", "vertical-sync"):
         job(1, schedule).check_microbatches()
+
+
+def divided(**more: Any) -> Job:
+    return job(8, "weight-stashing", zero=True, **more)
+
+
+def test_the_optimizers_state_is_divided_only_where_that_changes_nothing() -> None:
+    divided().check_zero()
+    assert [divided().divides_updates(stage) for stage in range(3)] == [True, True, False]
+    for name in ("Adafactor", "Muon", "Lion"):
+        groups = (GroupConfig(match=("*",), name=name),)
+        for optimizer in (OptimizerConfig(name=name), OptimizerConfig(groups=groups)):
+            with pytest.raises(UserError, match=f"^zero: replicas update parts .* and {name} may"):
+                divided(optimizer=optimizer).check_zero()
+            job(8, "weight-stashing", optimizer=optimizer).check_zero()
+    predicting = AsynchronousConfig(weight_prediction=True)
+    with pytest.raises(UserError, match=r"^zero: .* weight_prediction needs all: write zero: fa"):
+        divided(asynchronous=predicting).check_zero()
+    turned = divided()
+    stages = [turned.plan.stages[0].model_copy(update={"ranks": (1, 0, 2, 3)})]
+    plan = turned.plan.model_copy(update={"stages": (*stages, *turned.plan.stages[1:])})
+    with pytest.raises(UserError, match=r"^zero: the plan does not have the ranks of each"):
+        replace(turned, plan=plan).check_zero()
+
+
+def test_the_plan_says_which_stages_divide_it_unless_the_config_does() -> None:
+    planned = job(8, "flush")
+    stages = (each.model_copy(update={"zero": each.stage == 1}) for each in planned.plan.stages)
+    planned = replace(planned, plan=planned.plan.model_copy(update={"stages": tuple(stages)}))
+    for asked, expected in ((None, [False, True]), (False, [False] * 2), (True, [True] * 2)):
+        config = planned.config.model_copy(update={"zero": asked})
+        changed = replace(planned, config=config)
+        assert [changed.divides_updates(stage) for stage in range(2)] == expected
 
 
 def test_a_scale_of_the_loss_is_found_only_where_all_stages_know_it_in_time() -> None:

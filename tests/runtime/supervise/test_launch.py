@@ -130,6 +130,20 @@ def test_workers_share_the_cores_and_one_port(start, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_workers_that_change_their_plan_are_started_again_without_a_word(start, tmp_path):
+    """As often as they like: it takes none of the restarts after a failure."""
+    script = """
+    again = restarts()
+    if again < 2:
+        os._exit(launch.RETUNED if rank == 0 or again else 0)
+    os.write(1, f"{rank} {again};".encode())
+    """
+    code, out, error = finished(start(script), tmp_path)
+    assert (code, error) == (0, "")
+    assert sorted(out.strip(";").split(";")) == ["0 2", "1 2"]
+
+
+@pytest.mark.slow
 def test_killed_worker_is_named_and_the_others_stopped(start, tmp_path):
     process = start(FOREVER)
     os.kill(pids(tmp_path)[1], signal.SIGKILL)

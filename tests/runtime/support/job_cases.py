@@ -78,6 +78,11 @@ CASES: dict[str, Callable[[Path], Sequence[Job]]] = {
         *straight(folder, (1, 2, 1), ("weight-stashing", "flush")),
         *straight(folder, (2, 2), ("flush",), clip_norm=0.05),
     ],
+    "divided updates": lambda folder: [
+        *straight(folder, (1, 2, 1), ("weight-stashing", "2bw"), zero=True, microbatches=6),
+        *straight(folder, (2, 2), ("flush",), clip_norm=0.05, zero=True, epochs=2),
+        *ordered(folder, ["interleaved"], "Tied", 2, clip_norm=0.05, microbatches=5, zero=True),
+    ],
     "evaluation": lambda folder: straight(
         folder, (1, 1, 1), ("flush",), evaluate_every=1, epochs=2
     ),

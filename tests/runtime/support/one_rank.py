@@ -13,6 +13,7 @@ from plans import cut, make_plan
 from torch import Tensor, nn
 from training import chain_config
 
+from pipedream.capture.captured import Captured
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture
 from pipedream.comm.stage_groups import StageGroups
@@ -22,6 +23,7 @@ from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
 from pipedream.runtime.engine.forward import Minibatches
+from pipedream.runtime.engine.offload import OffloadedActivations
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
@@ -74,8 +76,10 @@ class Data:
 class OneRank:
     """A rank with the `stages` of a model, cut in pieces of about as many nodes.
 
+    `offload`: whether what they save is copied to the host.
     `before` and `after` are called with each action. `varying`: minibatches differ in shape, and
-    the stages have as many forms. `group`: of replicas that add up their gradients.
+    the stages have as many forms. `group`: of replicas that add up their gradients. `again`: nodes
+    that are recomputed, of those of the model.
     """
 
     model: nn.Module
@@ -84,6 +88,8 @@ class OneRank:
     loss: Callable[[Any, Any], Tensor] = nn.functional.mse_loss
     halved: Which = all_halved
     recompute: bool = False
+    again: Callable[[Captured], Collection[str]] = lambda captured: ()
+    offload: bool = False
     autocast: str | None = None
     backend: str | None = None
     scale: float = 1.0
@@ -101,7 +107,8 @@ class OneRank:
         self.precision = Precision(self.autocast, self.device)
         captured = capture(self.model, self.data.batches[0].inputs, precision=self.precision)
         ones = (1,) * self.stages
-        plan = make_plan(captured.graph, cut(captured.graph, self.stages), ones)
+        nodes = cut(captured.graph, self.stages)
+        plan = make_plan(captured.graph, nodes, ones, again=self.again(captured))
         spec = PipelineSpec(
             "flush",
             ones,
@@ -153,6 +160,7 @@ class OneRank:
             on_loss=lambda b, loss: self.losses.__setitem__(b, loss.item()),
             rng=self.rng,
             recompute=self.recompute and stage < self.stages - 1,
+            offload=OffloadedActivations(self.device) if self.offload else None,
         )
 
     def _choice(self, stage: int, stage_module: StageModule) -> StageForms:

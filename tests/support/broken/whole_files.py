@@ -43,9 +43,10 @@ def plan_json() -> dict[str, Any]:
     """A diamond a -> b, c -> d in two stages: {a, b} on ranks 0 and 1, {c, d} on rank 2."""
     inputs = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"]}
     memory = {"parameters": 8.0, "weight_versions": 8.0, "optimizer_state": 16.0, "gradients": 8.0}
-    memory |= {"activations": 20.0, "inputs": 3.0, "workspace": 1.0, "allocator": 0.0}
+    memory |= {"activations": 20.0, "recomputed": 0.0, "inputs": 3.0, "workspace": 1.0}
+    memory |= {"allocator": 0.0}
     figures = {"compute_seconds": 0.5, "parameter_bytes": 8.0, "memory_bytes": 64.0}
-    figures |= {"memory": memory}  # type: ignore[dict-item]
+    figures |= {"memory": memory, "zero": False, "offload": False}  # type: ignore[dict-item]
     return {
         "format": "pipedream-plan/1",
         "graph": {
@@ -217,6 +218,7 @@ def _run_yaml() -> bytes:
         "nan": "skip",
         "compile": "inductor",
         "cuda_graphs": True,
+        "zero": True,
         "data_workers": 2,
         "epochs": 3,
         "evaluate_every": 1,
