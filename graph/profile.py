@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -250,11 +250,24 @@ class ProfiledProcess(ArtifactModel):
     """What a process holds beside its tensors, by the allocator of this machine."""
 
     baseline_bytes: _Bytes
-    """Resident before any pass, without the tensors of the model: Python, torch, the capture."""
-    overhead: Annotated[float, Field(ge=1, allow_inf_nan=False)]
-    """By which factor the resident memory grows in passes, with two minibatches in flight, beyond
-    what they save and need: gaps between blocks, blocks that were freed and kept, and memory of
-    libraries."""
+    """Resident after a first pass, without the tensors of the model and mapped files, of which the
+    system can take memory back: Python, torch, the capture, and what libraries keep."""
+    overheads: dict[str, Annotated[float, Field(ge=1, allow_inf_nan=False)]]
+    """By which factor the memory grows in passes, with two minibatches in flight, beyond what they
+    save and need: gaps between blocks, and blocks that were freed and kept. Of parts of the graph,
+    each from the node of this name to the one before the next, in the order of the graph."""
+
+    def of_nodes(self, order: Iterable[str]) -> dict[str, float]:
+        """Returns the factor for each node, of all nodes in the order of the graph."""
+        factors, factor = {}, next(iter(self.overheads.values()), 1.0)
+        for name in order:
+            factor = factors[name] = self.overheads.get(name, factor)
+        return factors
+
+    def scaled(self, ratio: float) -> ProfiledProcess:
+        """Returns the same where gaps take `ratio` times as much."""
+        factors = {name: 1 + ratio * (each - 1) for name, each in self.overheads.items()}
+        return self.model_copy(update={"overheads": factors})
 
 
 class Estimated(ArtifactModel):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.compute_settings import keep_freed_memory
+from pipedream.capture.compute_settings import CPU, keep_freed_memory
 from pipedream.capture.node_modules import preserve_model_state
 from pipedream.capture.segment import segment
 from pipedream.comm.device.memory import (
@@ -27,8 +27,10 @@ from pipedream.graph.profile import Footprint, ProfiledProcess
 _PASSES = 8
 """With fewer the gaps between blocks have not come to what they will be."""
 _IN_FLIGHT = 2
-_FEWEST_BYTES = 64e6
-"""Where passes need less, what libraries take at first use would be taken for the allocator's."""
+_PARTS = 4
+_FEWEST_BYTES = 32e6
+"""That passes of a part need: where they need less, a few megabytes of other kinds would be taken
+for the allocator's."""
 
 
 @dataclass
@@ -49,26 +51,58 @@ def _growth() -> Iterator[_Growth]:
 def process_memory(
     captured: Captured, inputs: Sequence[Tensor], kept: Mapping[str, Footprint]
 ) -> ProfiledProcess | None:
-    """Runs passes of the whole model on the CPU as a stage runs them, the forward pass of a
+    """Runs passes of parts of the model on the CPU as a stage runs them, the forward pass of a
     minibatch before the backward pass of the one before it.
 
-    From here on the process keeps what it frees, as in training. None if the passes would not fit
-    into memory, or the system does not say what a process holds. Buffers are restored.
+    The parts save about the same: blocks of other sizes leave other gaps. A first pass of the whole
+    model is not measured, but what libraries keep of it, as part of the baseline. From here on the
+    process keeps what it frees, as in training. None if the passes would not fit into memory, or
+    the system does not say what a process holds. Buffers are restored.
     """
-    needed = sum(_needed(captured.graph, captured.working, kept, _IN_FLIGHT))
-    own = sum(tensor.nbytes for tensor in (*captured.module.state_dict().values(), *inputs))
-    give_back_freed()
-    baseline = resident_bytes() - own
-    keep_freed_memory()
-    if baseline <= 0 or 2 * needed > free_memory(torch.device("cpu")):
+    nodes = captured.working
+    needed = sum(_needed(captured.graph, nodes, kept, _IN_FLIGHT))
+    if not resident_bytes() or 2 * needed > free_memory(CPU):
         return None
-    values = captured.on_device(inputs, torch.device("cpu"))
+    values = dict(captured.on_device(inputs, CPU))
     with preserve_model_state(captured), torch.enable_grad():
-        passes = _Passes(captured, captured.working, values)
-        with _growth() as growth:
-            passes.run(_IN_FLIGHT)
-    overhead = max(1.0, growth.bytes / needed) if needed > _FEWEST_BYTES else 1.0
-    return ProfiledProcess(baseline_bytes=baseline, overhead=overhead)
+        _Passes(captured, nodes, values).run(1, passes=1)
+        own = sum(tensor.nbytes for tensor in (*captured.module.state_dict().values(), *inputs))
+        give_back_freed()
+        baseline = max(0, resident_bytes("RssAnon") - own)
+        keep_freed_memory()
+        overheads = {
+            part[0]: _overhead(captured, part, values, kept) for part in _parts(captured, kept)
+        }
+    return ProfiledProcess(baseline_bytes=baseline, overheads=overheads)
+
+
+def _parts(captured: Captured, kept: Mapping[str, Footprint]) -> list[list[str]]:
+    """Divides the nodes, in their order, into parts of about the same bytes."""
+    graph, nodes = captured.graph, captured.working
+    sizes = [_IN_FLIGHT * kept[name].saved + graph.nodes[name].parameter_bytes for name in nodes]
+    count = max(1, min(_PARTS, int(sum(sizes) / _FEWEST_BYTES)))
+    parts: list[list[str]] = [[] for _ in range(count)]
+    for name, before, size in zip(nodes, accumulate(sizes, initial=0.0), sizes, strict=False):
+        middle = before + size / 2
+        parts[min(count - 1, int(count * middle / (sum(sizes) or 1.0)))].append(name)
+    return [part for part in parts if part]
+
+
+def _overhead(
+    captured: Captured,
+    nodes: Sequence[str],
+    values: dict[str, Tensor],
+    kept: Mapping[str, Footprint],
+) -> float:
+    """Returns by which factor passes of these nodes take more memory than they need. `values` are
+    those of earlier nodes; what these nodes give is added.
+    """
+    passes = _Passes(captured, nodes, values)
+    needed = sum(_needed(captured.graph, nodes, kept, _IN_FLIGHT))
+    with _growth() as growth:
+        passes.run(_IN_FLIGHT)
+    values |= passes.outputs()
+    return max(1.0, growth.bytes / needed) if needed > _FEWEST_BYTES / 2 else 1.0
 
 
 def _needed(
@@ -101,11 +135,16 @@ class _Passes:
             value.requires_grad_(captured.values[name].requires_grad)
         self.wanted = [*learned, *(each for each in self.given if each.requires_grad)]
 
-    def run(self, in_flight: int) -> None:
+    def run(self, in_flight: int, passes: int = _PASSES) -> None:
         ends = deque(self._forward() for _ in range(in_flight - 1))
-        for _ in range(_PASSES):
+        for _ in range(passes):
             ends.append(self._forward())
             self._backward(ends.popleft())
+
+    @torch.no_grad()
+    def outputs(self) -> dict[str, Tensor]:
+        """Runs the nodes once more, and returns what they give."""
+        return dict(zip(self.part.outputs, self.part.module(*self.given), strict=True))
 
     def _forward(self) -> list[Tensor]:
         return [each for each in self.part.module(*self.given) if each.requires_grad]

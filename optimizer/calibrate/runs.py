@@ -23,8 +23,8 @@ from pipedream.schedule.schedule import ORDERS
 FEWEST = 10
 """Fewer minibatches on a rank give no reliable median."""
 
-_FEWEST_BYTES = 64e6
-"""Of tensors that passes keep: with fewer, what libraries take would be taken for gaps."""
+_FEWEST_BYTES = 16e6
+"""Of gaps that are planned: with fewer, what libraries take would be taken for them."""
 
 _RUN_TO_RUN = 0.01
 """Relative difference of a stage's time between runs, however many minibatches they have."""
@@ -117,21 +117,22 @@ class CalibrationRun:
         return (updated_bytes / seconds if seconds else 0.0) or None
 
     @property
-    def overhead(self) -> float | None:
-        """Returns by which factor what passes keep and need took more of a CPU's memory than was
-        planned of tensors: the most of any rank. None on other devices, of ranks with several
-        stages or little memory, and of a run that was not as planned.
+    def gaps(self) -> float | None:
+        """Returns how much the allocator took of a CPU's memory in all ranks, relative to what was
+        planned. None on other devices, for a run that was not as planned or with ranks of several
+        stages, and if nothing was planned.
         """
         run, stages = self.measured, self.measured.plan.stages
-        known = run.device == "cpu" and len(run.ranks) == run.plan.workers
-        factors = []
-        for rank in run.ranks if known else ():
-            memory, peak = stages[rank.stage].memory, rank.peak_memory_bytes
-            if memory is None or peak is None:
-                continue
-            if memory.passing > _FEWEST_BYTES:
-                factors.append((peak - memory.weights) / memory.passing)
-        return max(factors, default=None)
+        if run.device != "cpu" or len(run.ranks) != run.plan.workers:
+            return None
+        known = [
+            (rank.peak_memory_bytes, memory)
+            for rank in run.ranks
+            if (memory := stages[rank.stage].memory) and rank.peak_memory_bytes is not None
+        ]
+        planned = sum(memory.allocator for _, memory in known)
+        taken = sum(peak - memory.tensors for peak, memory in known)
+        return max(0.0, taken / planned) if planned > _FEWEST_BYTES else None
 
     def passes(
         self,

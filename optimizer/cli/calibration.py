@@ -56,10 +56,9 @@ class Calibration:
         """The request with the times of the runs, and what the allocator took in the newest."""
         if not self.runs:
             return request
-        factors = [run.overhead for run in self.runs if run.overhead is not None]
-        if factors and request.process is not None:
-            process = request.process.model_copy(update={"overhead": max(1.0, factors[-1])})
-            request = replace(request, process=process)
+        ratios = [run.gaps for run in self.runs if run.gaps is not None]
+        if ratios and request.process is not None:
+            request = replace(request, process=request.process.scaled(ratios[-1]))
         graph = calibrated(request.graph, self.runs, self.profile, request.overheads, self.works)
         return replace(request, graph=graph)
 

@@ -8,8 +8,8 @@ saved is freed node by node from the last to the first, while parameter gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -53,16 +53,16 @@ class TrainingSettings:
     `microbatches` make one update, for schedules that make one per several minibatches. With
     `weight_prediction` (weight stashing only) the older versions of a stage that is not the last
     are replaced by predicted weights, one copy per minibatch in flight, and the last step of the
-    optimizer is kept, one more tensor per parameter. `overhead`: by which factor what comes and
-    goes with each minibatch takes more of a device than its
-    bytes; `read_ahead`: minibatches that are read before they are asked for.
+    optimizer is kept, one more tensor per parameter. `overheads`, of nodes by name: by which factor
+    what comes and goes with each minibatch takes more of a device than its bytes; `read_ahead`:
+    minibatches that are read before they are asked for.
     """
 
     schedule: ScheduleName = "weight-stashing"
     optimizer: OptimizerName = "sgd"
     microbatches: int = MICROBATCHES
     weight_prediction: bool = False
-    overhead: float = 1.0
+    overheads: Mapping[str, float] = field(default_factory=dict, hash=False)
     read_ahead: int = 0
 
     def policy(self, replicas: Sequence[int], max_in_flight: Sequence[int] | None = None) -> Policy:
@@ -116,6 +116,22 @@ class MemoryModel:
         self._last: tuple[int, tuple[Floats, ...]] = (-1, ())
         self._last_of_class: dict[int, tuple[int, tuple[Floats, Floats]]] = {}
 
+    @cached_property
+    def _gaps(self) -> tuple[Floats, Floats]:
+        """[state]: bytes that the nodes before the cut save and learn, and gaps between them."""
+        graph, overheads = self.cuts.graph, self.settings.overheads
+        bytes_of = graph.saved_bytes + graph.parameter_bytes
+        factors = np.array([overheads.get(name, 1.0) for name in graph.names])
+        return self.cuts.sum(bytes_of), self.cuts.sum(bytes_of * (factors - 1))
+
+    def _overhead(self, start: int, ends: States) -> Floats:
+        """[end]: by which factor what passes make takes more than its bytes: the mean of the nodes,
+        by their bytes.
+        """
+        sizes, gaps = (each[ends] - each[start] for each in self._gaps)
+        shares = np.divide(gaps, sizes, out=np.zeros_like(gaps), where=sizes > 0)
+        return np.asarray(1 + shares)
+
     def _by_moment(self, moment: NDArray[np.intp], values: Floats) -> Floats:
         """[moment, state]: the sum over the moment's nodes before the cut."""
         if len(self.cuts) <= _FEW_CUTS:
@@ -132,15 +148,16 @@ class MemoryModel:
         how many replicas the optimizer's state is divided.
         """
         if self._last[0] != start:  # a search asks for one start many times in a row
-            varying = np.asarray(sum(self._varying_parts(start, slice(None)))).max(axis=0)
-            varying *= self.settings.overhead
-            self._last = start, (*self._amounts(start, slice(None)), varying)
-        parameters, saved, received, sent, varying = self._last[1]
+            every = slice(None)
+            varying = np.asarray(sum(self._varying_parts(start, every))).max(axis=0)
+            overhead = self._overhead(start, every)
+            self._last = start, (*self._amounts(start, every), overhead, overhead * varying)
+        parameters, saved, received, sent, overhead, varying = self._last[1]
         copies = self._copies(peak, recompute, parts)
         passing = copies.saved * saved[ends] + copies.received * received[ends] + sent[ends]
         return np.asarray(
             (1 + copies.older + copies.state) * parameters[ends]
-            + self.settings.overhead * passing
+            + overhead[ends] * passing
             + varying[ends]
         )
 
@@ -172,14 +189,14 @@ class MemoryModel:
             saved, *others = self._varying_parts(start, every)
             again = np.minimum(self.classes.made_again[number], freed)
             saved[:-1] += again - freed
-            varying = self.settings.overhead * np.asarray(sum((saved, *others))).max(axis=0)
+            varying = np.asarray(sum((saved, *others))).max(axis=0) * self._overhead(start, every)
             fixed = self._last[1][-1] if self._last[0] == start else None
             assert fixed is not None, "total comes first"
             known = start, (freed[-1], fixed - varying)
             self._last_of_class[number] = known
         freed, less = known[1]
         plain = self.total(start, ends, peak, False, parts)
-        less_saved = self.settings.overhead * (peak.in_flight - 1) * freed[ends]
+        less_saved = self._overhead(start, ends) * (peak.in_flight - 1) * freed[ends]
         return np.asarray(plain - less_saved - less[ends])
 
     def of(
@@ -217,7 +234,7 @@ class MemoryModel:
             "recomputed": made,
             "inputs": inputs,
             "workspace": workspace,
-            "allocator": (self.settings.overhead - 1) * passing,
+            "allocator": (self._overhead(start, ends) - 1) * passing,
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
@@ -226,7 +243,7 @@ class MemoryModel:
         saved = self._saved[-1, ends] - self._saved[-1, start]
         moved = max(0, peak.in_flight - OFFLOADED_SETS) * saved
         return np.asarray(
-            self.total(start, ends, peak, False, parts) - self.settings.overhead * moved
+            self.total(start, ends, peak, False, parts) - self._overhead(start, ends) * moved
         )
 
     def copy_seconds(self, start: int, ends: States, bandwidth: float) -> Floats:

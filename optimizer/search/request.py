@@ -196,6 +196,10 @@ class Request:
     def _counted_overheads(self) -> TrainingOverheads | None:
         return self.overheads if self.model.counts_overheads else None
 
+    @cached_property
+    def _overheads(self) -> dict[str, float]:
+        return {} if self.process is None else self.process.of_nodes(self.graph.order)
+
     @property
     def settings(self) -> TrainingSettings:
         batch = self.latency and self.latency.microbatches
@@ -205,7 +209,7 @@ class Request:
         )
         if self.process is None:
             return settings
-        return replace(settings, overhead=self.process.overhead, read_ahead=READ_AHEAD)
+        return replace(settings, overheads=self._overheads, read_ahead=READ_AHEAD)
 
     @property
     def device_types(self) -> DeviceTypes:

@@ -17,8 +17,8 @@ class PeakMemory:
     other processes. Both are None on a CPU, where `bytes` is the resident memory of the process,
     without the files mapped into it, less what was resident when this was made and is none of the
     `tensors` that the rank had by then: the interpreter, torch, the dataset. What is freed and kept
-    (`keep_freed_memory`) counts, too. `process` is then all that was resident at most, and None on
-    a GPU.
+    (`keep_freed_memory`) counts, too. `process` is then all that was resident at most, also without
+    mapped files, of which the system can take memory back; None on a GPU.
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
@@ -53,7 +53,7 @@ class PeakMemory:
             unknown = total - free - torch.cuda.memory_reserved(self.device)
             self.rest = max(self.rest or 0, unknown)
         else:
-            most = resident_bytes("VmHWM")
+            most = resident_bytes("VmHWM") - resident_bytes("RssFile")
             self.process = max(self.process or 0, most)
-            now = most - resident_bytes("RssFile") - self.aside
+            now = most - self.aside
         self.bytes = max(self.bytes, now)
