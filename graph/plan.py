@@ -119,6 +119,8 @@ class StageMemory(ArtifactModel):
     optimizer_state: Amount
     gradients: Amount
     """Of the parameters."""
+    buckets: Amount = 0.0
+    """In which replicas add their gradients up."""
     activations: Amount
     """What the nodes keep for the backward passes of the minibatches in flight."""
     recomputed: Amount = 0.0
@@ -133,7 +135,7 @@ class StageMemory(ArtifactModel):
     @property
     def weights(self) -> float:
         """Returns the bytes that stay where they are from the first update on."""
-        return self.parameters + self.weight_versions + self.optimizer_state
+        return self.parameters + self.weight_versions + self.optimizer_state + self.buckets
 
     @property
     def passing(self) -> float:

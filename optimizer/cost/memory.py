@@ -80,19 +80,29 @@ class TrainingSettings:
         return self.policy(replicas, in_flight).peak(0)
 
 
-StateParts: TypeAlias = int | Ints
-"""Replicas that divide the optimizer's state; for each of several stages, or the same for all."""
+class Replicas(NamedTuple):
+    """How many replicas stages have, and among how many of them the optimizer's state is divided:
+    for each of several stages, or the same for all.
+    """
+
+    number: int = 1
+    parts: int | Ints = 1
+
+
+ALONE = Replicas()
 
 _Varying: TypeAlias = tuple[Floats, Floats, Floats]
 
 
 class _Copies(NamedTuple):
-    """How often a worker holds the parameters once more, as older versions and as the optimizer's
-    state, and what a minibatch saves and receives, besides what a backward pass holds.
+    """How often a worker holds the parameters once more, as older versions, as the optimizer's
+    state and as buckets in which replicas add gradients up, and what a minibatch saves and
+    receives, besides what a backward pass holds.
     """
 
     older: int
     state: Floats | float
+    buckets: int
     saved: int
     received: int
 
@@ -142,21 +152,19 @@ class MemoryModel:
         return np.array([self.cuts.sum(np.where(moment == m, values, 0.0)) for m in moments])
 
     def total(
-        self, start: int, ends: States, peak: Peak, recompute: bool, parts: StateParts = 1
+        self, start: int, ends: States, peak: Peak, recompute: bool, replicas: Replicas = ALONE
     ) -> Floats:
-        """Bytes of the stages from `start` to each of `ends`, with `peak` in flight; `parts`: among
-        how many replicas the optimizer's state is divided.
-        """
+        """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
         if self._last[0] != start:  # a search asks for one start many times in a row
             every = slice(None)
             varying = np.asarray(sum(self._varying_parts(start, every))).max(axis=0)
             overhead = self._overhead(start, every)
             self._last = start, (*self._amounts(start, every), overhead, overhead * varying)
         parameters, saved, received, sent, overhead, varying = self._last[1]
-        copies = self._copies(peak, recompute, parts)
+        copies = self._copies(peak, recompute, replicas)
         passing = copies.saved * saved[ends] + copies.received * received[ends] + sent[ends]
         return np.asarray(
-            (1 + copies.older + copies.state) * parameters[ends]
+            (1 + copies.older + copies.state + copies.buckets) * parameters[ends]
             + overhead[ends] * passing
             + varying[ends]
         )
@@ -176,7 +184,7 @@ class MemoryModel:
         ]
 
     def without_classes(
-        self, start: int, ends: States, peak: Peak, number: int, parts: StateParts = 1
+        self, start: int, ends: States, peak: Peak, number: int, replicas: Replicas = ALONE
     ) -> Floats:
         """As `total`, if the nodes of classes 0 to `number` are recomputed one by one. Not less
         than what is needed.
@@ -195,14 +203,14 @@ class MemoryModel:
             known = start, (freed[-1], fixed - varying)
             self._last_of_class[number] = known
         freed, less = known[1]
-        plain = self.total(start, ends, peak, False, parts)
+        plain = self.total(start, ends, peak, False, replicas)
         less_saved = self._overhead(start, ends) * (peak.in_flight - 1) * freed[ends]
         return np.asarray(plain - less_saved - less[ends])
 
     def of(
-        self, start: int, end: int, peak: Peak, recompute: Recomputed, parts: StateParts = 1
+        self, start: int, end: int, peak: Peak, recompute: Recomputed, replicas: Replicas = ALONE
     ) -> StageMemory:
-        """The items of one stage; `parts` as in `total`.
+        """The items of one stage.
 
         Gradients last from a backward pass to its update; with schedules that make one update per
         several minibatches, for the whole round. Each minibatch in flight keeps what the stage
@@ -211,7 +219,7 @@ class MemoryModel:
         """
         ends = slice(end, end + 1)
         parameters, saved, received, sent = self._amounts(start, ends)
-        copies = self._copies(peak, recompute is True, parts)
+        copies = self._copies(peak, recompute is True, replicas)
         if isinstance(recompute, Offloaded):
             copies = copies._replace(saved=min(copies.saved, OFFLOADED_SETS - 1))
             recompute = False
@@ -230,6 +238,7 @@ class MemoryModel:
             "weight_versions": copies.older * parameters,
             "optimizer_state": copies.state * parameters,
             "gradients": gradients,
+            "buckets": copies.buckets * parameters,
             "activations": activations - made,
             "recomputed": made,
             "inputs": inputs,
@@ -238,12 +247,12 @@ class MemoryModel:
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
-    def offloaded(self, start: int, ends: States, peak: Peak, parts: StateParts = 1) -> Floats:
+    def offloaded(self, start: int, ends: States, peak: Peak, replicas: Replicas = ALONE) -> Floats:
         """As `total`, if what is saved is moved to the host."""
         saved = self._saved[-1, ends] - self._saved[-1, start]
         moved = max(0, peak.in_flight - OFFLOADED_SETS) * saved
         return np.asarray(
-            self.total(start, ends, peak, False, parts) - self._overhead(start, ends) * moved
+            self.total(start, ends, peak, False, replicas) - self._overhead(start, ends) * moved
         )
 
     def copy_seconds(self, start: int, ends: States, bandwidth: float) -> Floats:
@@ -291,11 +300,12 @@ class MemoryModel:
             self.cuts.bytes_across[ends] + self.settings.read_ahead * ahead,
         )
 
-    def _copies(self, peak: Peak, recompute: bool, parts: StateParts) -> _Copies:
+    def _copies(self, peak: Peak, recompute: bool, replicas: Replicas) -> _Copies:
         predicting = self.settings.weight_prediction and peak.in_flight > 1
         return _Copies(
             older=peak.in_flight if predicting else peak.versions - 1,
-            state=STATES[self.settings.optimizer] / parts + predicting,
+            state=STATES[self.settings.optimizer] / replicas.parts + predicting,
+            buckets=int(replicas.number > 1),
             saved=0 if recompute else peak.in_flight - 1,
             received=peak.in_flight + 1,
         )
@@ -354,7 +364,7 @@ class HeldBytes:
         if memory is None:
             return HeldBytes()
         return HeldBytes(
-            always=memory.parameters + memory.optimizer_state + memory.allocator,
+            always=memory.weights - memory.weight_versions + memory.allocator,
             version=memory.weight_versions / max(1, peak.versions - 1),
             minibatch=(memory.inputs + memory.activations) / peak.in_flight,
             backward=memory.workspace + memory.gradients + memory.recomputed,

@@ -35,6 +35,7 @@ _ITEMS = {
     "weight_versions": "older\nversions",
     "optimizer_state": "optimizer\nstate",
     "gradients": "gradients",
+    "buckets": "buckets",
     "activations": "activations",
     "recomputed": "re-\ncomputed",
     "inputs": "received",
@@ -42,7 +43,7 @@ _ITEMS = {
     "allocator": "allo-\ncator",
 }
 """The items of `StageMemory`, as the columns of the table are called."""
-_RARE_ITEMS = ("recomputed", "allocator")
+_RARE_ITEMS = ("buckets", "recomputed", "allocator")
 """Without a column where no stage has any."""
 _NARROW = 100  # columns; tables are set closer on fewer
 

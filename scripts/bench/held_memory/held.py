@@ -37,11 +37,12 @@ class Case:
     microbatches: int = 1
     minibatches: int = 16
     machines: str = "2"
+    autocast: str | None = None
 
     def config(self) -> dict[str, Any]:
         factory, args = self.data
         args = args | {"examples": self.minibatches * self.batch_size}
-        return {
+        config: dict[str, Any] = {
             "format": "pipedream-run/1",
             "model": self.model,
             "data": {"source": f"held_models:{factory}", "args": args},
@@ -51,6 +52,9 @@ class Case:
             "microbatches": self.microbatches,
             "epochs": 1,
         }
+        if self.autocast is not None:
+            config["autocast"] = self.autocast
+        return config
 
 
 def _of(source: str, **args: Any) -> dict[str, Any]:
@@ -122,6 +126,53 @@ CASES = {
         MOMENTUM,
         ("--replicas", "2,1"),
         machines="3",
+    ),
+    "MLP, ZeRO-1": Case(
+        _of("held_models:mlp", width=2048, layers=8),
+        ("vectors", {"width": 2048}),
+        256,
+        ADAM,
+        ("--replicas", "2,1", "--zero", "always"),
+        machines="3",
+    ),
+    "MLP, replicas": Case(
+        _of("held_models:mlp", width=2048, layers=8),
+        ("vectors", {"width": 2048}),
+        256,
+        ADAM,
+        ("--replicas", "2,1", "--zero", "never"),
+        machines="3",
+    ),
+    "swin_tiny, stashing": Case(
+        _of("timm:swin_tiny_patch4_window7_224", num_classes=10),
+        ("images", {"size": 224}),
+        4,
+        ADAM,
+    ),
+    "convnext_tiny, 2bw": Case(
+        _of("timm:convnext_tiny", num_classes=10),
+        ("images", {"size": 128}),
+        8,
+        ADAM,
+        ("--schedule", "2bw", "--microbatches", "4"),
+        microbatches=4,
+    ),
+    "resnet50, selective": Case(
+        _of("torchvision:resnet50", num_classes=10),
+        ("images", {"size": 96}),
+        16,
+        MOMENTUM,
+        ("--memory", "800MB", "--recompute", "auto"),
+    ),
+    "GPT-2, bfloat16": Case(
+        _of("transformers:gpt2", n_layer=4, n_embd=512, n_head=8, vocab_size=4000),
+        ("tokens", {"length": 128}),
+        8,
+        ADAM,
+        ("--schedule", "flush", "--microbatches", "4"),
+        NEXT_WORD,
+        microbatches=4,
+        autocast="bfloat16",
     ),
     "MLP, mesh": Case(
         _of("held_models:mlp", width=2048, layers=8),

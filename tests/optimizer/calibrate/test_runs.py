@@ -63,30 +63,29 @@ def test_a_stage_twice_as_slow_moves_the_cut(chain, plan, tmp_path):
     )
 
 
-def test_the_allocators_share_is_the_most_of_any_rank(plan, tmp_path):
-    """Stage 0 has 100 MB of weights and 200 that passes make, stage 1 has too little to tell."""
+def test_gaps_of_all_ranks_are_compared_with_those_planned(plan, tmp_path):
+    """Planned are 70 MB in stage 0 and 30 in stage 1, beside 300 and 50 MB of tensors."""
     sizes = dict.fromkeys(StageMemory.model_fields, 0.0)
-    large = StageMemory(
-        **sizes | {"parameters": 1e8, "activations": 1.5e8, "inputs": 5e7, "allocator": 7e7}
-    )
-    small = StageMemory(**sizes | {"activations": 1e6})
+    large = {"parameters": 1e8, "activations": 1.5e8, "inputs": 5e7, "allocator": 7e7}
+    small = {"activations": 5e7, "allocator": 3e7}
     held = [
-        stage.model_copy(update={"memory": memory})
+        stage.model_copy(update={"memory": StageMemory(**sizes | memory)})
         for stage, memory in zip(plan.stages, (large, small), strict=True)
     ]
     run = measured(plan.model_copy(update={"stages": tuple(held)}), [(8, 0), (4, 0)])
 
-    def overhead(*peaks, **changes):
+    def gaps(*peaks, **changes):
         ranks = [
             rank.model_copy(update={"peak_memory_bytes": peak})
             for rank, peak in zip(run.ranks, peaks, strict=True)
         ]
         changed = run.model_copy(update={"ranks": tuple(ranks), **changes})
-        return CalibrationRun(tmp_path, changed).overhead
+        return CalibrationRun(tmp_path, changed).gaps
 
-    assert overhead(3.6e8, 9e6) == pytest.approx(1.3)
-    assert overhead(3.6e8, 9e6, device="cuda") is None
-    assert overhead(None, None) is None
+    assert gaps(4.2e8, 8e7) == pytest.approx(1.5)
+    assert gaps(2.5e8, 5e7) == 0
+    assert gaps(4.2e8, 8e7, device="cuda") is None
+    assert gaps(None, None) is None
 
 
 def test_forward_and_backward_are_corrected_apart(chain, plan, tmp_path):

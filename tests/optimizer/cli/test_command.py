@@ -68,6 +68,12 @@ def test_how_backward_passes_divide_comes_from_the_profile(tmp_path):
         assert node.backward_input_seconds == pytest.approx(graph.nodes[name].backward_seconds / 2)
 
 
+_NAMES = read_graph(TRANSLATION).order
+PROCESS = ProfiledProcess(
+    baseline_bytes=10**9, overheads={_NAMES[1]: 1.25, _NAMES[len(_NAMES) // 2]: 2.0}
+)
+
+
 def _profiled_on(device, folder, process=None):
     graph = read_graph(TRANSLATION)
     (folder / "graph.txt").write_text(format_graph(graph))
@@ -108,23 +114,23 @@ def test_not_all_of_a_gpu_is_for_the_model(tmp_path, device, options, left):
 )
 def test_a_process_takes_what_was_measured_of_each_device(tmp_path, options, left, overhead):
     context = click.Context(main)
-    path = _profiled_on("cpu", tmp_path, ProfiledProcess(baseline_bytes=10**9, overhead=1.25))
+    path = _profiled_on("cpu", tmp_path, PROCESS)
     main.parse_args(context, [str(path), *LEVELS, "--memory", "6GB", *options])
     request = make_task(typed_options(context)).request
     assert request.left_for_model == left
-    assert request.settings.overhead == overhead
+    assert set(request.settings.overheads.values()) == ({1.25, 2.0} if overhead > 1 else set())
     assert request.settings.read_ahead == (2 if overhead > 1 else 0)
 
 
 def test_the_plan_says_what_a_process_holds(tmp_path):
-    path = _profiled_on("cpu", tmp_path, ProfiledProcess(baseline_bytes=10**9, overhead=1.25))
+    path = _profiled_on("cpu", tmp_path, PROCESS)
     done = pd_optimize(path, *LEVELS, "-o", tmp_path / "out")
     report = " ".join(done.stdout.split())
     assert "1 GB more of each device are for Python and torch (--room)." in report
     plan = read_plan(tmp_path / "out" / "plan.json")
     assert plan.predicted.process_bytes == 10**9
     for stage in plan.stages:
-        assert stage.memory.allocator == pytest.approx(stage.memory.passing / 4)
+        assert stage.memory.passing / 4 <= stage.memory.allocator <= stage.memory.passing
         assert stage.memory_bytes == pytest.approx(stage.memory.total)
 
 

@@ -11,7 +11,7 @@ from pipedream.graph.choices import SCHEDULES
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import Footprint
 from pipedream.optimizer.cost import memory
-from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
+from pipedream.optimizer.cost.memory import HeldBytes, MemoryModel, Replicas, TrainingSettings
 from pipedream.optimizer.cost.stage_cost import MemoryLimit
 from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
@@ -53,6 +53,7 @@ def test_weight_stashing_keeps_a_version_for_each_minibatch(graph):
         "weight_versions": 2 * 11,
         "optimizer_state": 2 * 11,
         "gradients": 0,
+        "buckets": 0,
         "activations": 3 * 120,
         "recomputed": 0,
         "inputs": 120,  # the gradients of what the stage has sent: of a's output and b's
@@ -63,10 +64,32 @@ def test_weight_stashing_keeps_a_version_for_each_minibatch(graph):
 
 def test_what_passes_allocate_takes_more_of_a_device_and_weights_do_not(graph):
     plain = items(MemoryModel(cuts_of(graph), TrainingSettings("2bw", "adam")), 0, 2, 3)
-    settings = TrainingSettings("2bw", "adam", overhead=1.25)
+    settings = TrainingSettings("2bw", "adam", overheads={"a": 1.25, "b": 1.25})
     found = items(MemoryModel(cuts_of(graph), settings), 0, 2, 3)
     passing = ("gradients", "activations", "inputs", "workspace")
     assert found == plain | {"allocator": sum(plain[name] for name in passing) / 4}
+
+
+def test_the_allocators_share_of_a_stage_is_the_mean_of_its_nodes(graph):
+    """By what they save and learn: 101 bytes of a, 30 of b, 3 of c, which has no share."""
+    plain = MemoryModel(cuts_of(graph), TrainingSettings("2bw", "adam"))
+    held = MemoryModel(plain.cuts, TrainingSettings("2bw", "adam", overheads={"a": 3.0, "b": 1.5}))
+    for start, end, share in (
+        (0, 1, 2.0),
+        (0, 2, (2 * 101 + 0.5 * 30) / 131),
+        (1, 2, 0.5),
+        (1, 3, 0.5 * 30 / 33),
+        (2, 3, 0.0),
+    ):
+        found, without = items(held, start, end, 2), items(plain, start, end, 2)
+        passing = ("gradients", "activations", "inputs", "workspace")
+        expected = share * sum(without[name] for name in passing)
+        assert found["allocator"] == pytest.approx(expected)
+        ends, peak = slice(end, end + 1), Peak(2, 2)
+        both = [model.offloaded(start, ends, peak)[0] for model in (held, plain)]
+        assert both[0] - both[1] == pytest.approx(
+            share * (both[1] - plain.total(start, ends, peak, False)[0]) + expected
+        )
 
 
 def test_minibatches_read_ahead_are_those_of_the_stages_that_read_an_input(make_graph):
@@ -187,17 +210,26 @@ def test_predicted_weights_stand_beside_the_newest_and_the_last_step(graph):
 
 def test_replicas_divide_the_optimizers_state_and_nothing_else(graph):
     held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
-    plain, divided = held.of(0, 2, Peak(3, 3), False), held.of(0, 2, Peak(3, 3), False, 4)
+    plain, divided = (held.of(0, 2, Peak(3, 3), False, Replicas(4, parts)) for parts in (1, 4))
     assert divided == plain.model_copy(update={"optimizer_state": 2 * 11 / 4})
-    each = held.total(0, slice(2, 4), Peak(3, 3), False, np.array([4, 1]))
-    assert each.tolist() == [divided.total, held.of(0, 3, Peak(3, 3), False).total]
+    each = held.total(0, slice(2, 4), Peak(3, 3), False, Replicas(4, np.array([4, 1])))
+    assert each.tolist() == [divided.total, held.of(0, 3, Peak(3, 3), False, Replicas(4)).total]
+
+
+def test_replicas_add_their_gradients_up_in_buckets(graph):
+    """As many bytes again as the parameters, all the time."""
+    held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
+    alone, several = (held.of(0, 2, Peak(3, 3), False, Replicas(number)) for number in (1, 4))
+    assert several == alone.model_copy(update={"buckets": 11})
+    assert held.total(0, slice(2, 3), Peak(3, 3), False, Replicas(4)) == [several.total]
+    assert HeldBytes.of(several, Peak(3, 3)).always == HeldBytes.of(alone, Peak(3, 3)).always + 11
 
 
 def test_the_state_is_divided_before_a_stage_recomputes(graph):
     """Of a stage alone, without replicas, there is nothing to divide."""
     held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
     plain, divided, both = (
-        held.total(0, slice(2, 3), Peak(2, 2), recompute, parts)[0]
+        held.total(0, slice(2, 3), Peak(2, 2), recompute, Replicas(2, parts))[0]
         for recompute, parts in ((False, 1), (False, 2), (True, 2))
     )
     assert both < divided < plain
@@ -211,9 +243,10 @@ def test_the_state_is_divided_before_a_stage_recomputes(graph):
     ):
         limit = MemoryLimit(some, held, "auto", zero)
         asked = 0, slice(2, 3), Peak(2, 2), False
-        parts = limit.state_parts(*asked, 2)
-        fits, seconds = limit.choose(*asked, parts)
-        recompute = limit.chosen(0, 2, Peak(2, 2), False, int(np.ravel(parts)[0]))
-        assert (*np.ravel(parts), *fits, recompute) == expected, (some, zero)
+        of = limit.replicas(*asked, 2)
+        fits, seconds = limit.choose(*asked, of)
+        own = Replicas(2, int(np.ravel(of.parts)[0]))
+        recompute = limit.chosen(0, 2, Peak(2, 2), False, own)
+        assert (own.parts, *fits, recompute) == expected, (some, zero)
         assert (seconds[0] > 0) == (fits[0] and recompute), (some, zero)
-        assert limit.state_parts(*asked, 1) == 1
+        assert limit.replicas(*asked, 1) == (1, 1)
