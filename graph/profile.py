@@ -252,22 +252,23 @@ class ProfiledProcess(ArtifactModel):
     baseline_bytes: _Bytes
     """Resident after a first pass, without the tensors of the model and mapped files, of which the
     system can take memory back: Python, torch, the capture, and what libraries keep."""
-    overheads: dict[str, Annotated[float, Field(ge=1, allow_inf_nan=False)]]
-    """By which factor the memory grows in passes, with two minibatches in flight, beyond what they
-    save and need: gaps between blocks, and blocks that were freed and kept. Of parts of the graph,
-    each from the node of this name to the one before the next, in the order of the graph."""
+    gaps: dict[str, tuple[_NonNegative, _NonNegative]]
+    """What the allocator adds in passes to their bytes, relative to these: gaps between blocks, and
+    blocks that were freed and kept; with one minibatch in flight, and for each further one. Of
+    parts of the graph, each from the node of this name to the one before the next, in the order of
+    the graph."""
 
-    def of_nodes(self, order: Iterable[str]) -> dict[str, float]:
-        """Returns the factor for each node, of all nodes in the order of the graph."""
-        factors, factor = {}, next(iter(self.overheads.values()), 1.0)
+    def of_nodes(self, order: Iterable[str]) -> dict[str, tuple[float, float]]:
+        """Returns the gaps for each node, of all nodes in the order of the graph."""
+        gaps, last = {}, next(iter(self.gaps.values()), (0.0, 0.0))
         for name in order:
-            factor = factors[name] = self.overheads.get(name, factor)
-        return factors
+            last = gaps[name] = self.gaps.get(name, last)
+        return gaps
 
     def scaled(self, ratio: float) -> ProfiledProcess:
         """Returns the same where gaps take `ratio` times as much."""
-        factors = {name: 1 + ratio * (each - 1) for name, each in self.overheads.items()}
-        return self.model_copy(update={"overheads": factors})
+        gaps = {name: (ratio * one, ratio * more) for name, (one, more) in self.gaps.items()}
+        return self.model_copy(update={"gaps": gaps})
 
 
 class Estimated(ArtifactModel):

@@ -26,7 +26,7 @@ from pipedream.graph.profile import Footprint, ProfiledProcess
 
 _PASSES = 8
 """With fewer the gaps between blocks have not come to what they will be."""
-_IN_FLIGHT = 2
+_IN_FLIGHT = 3
 _PARTS = 4
 _FEWEST_BYTES = 32e6
 """That passes of a part need: where they need less, a few megabytes of other kinds would be taken
@@ -70,10 +70,8 @@ def process_memory(
         give_back_freed()
         baseline = max(0, resident_bytes("RssAnon") - own)
         keep_freed_memory()
-        overheads = {
-            part[0]: _overhead(captured, part, values, kept) for part in _parts(captured, kept)
-        }
-    return ProfiledProcess(baseline_bytes=baseline, overheads=overheads)
+        gaps = {part[0]: _gaps(captured, part, values, kept) for part in _parts(captured, kept)}
+    return ProfiledProcess(baseline_bytes=baseline, gaps=gaps)
 
 
 def _parts(captured: Captured, kept: Mapping[str, Footprint]) -> list[list[str]]:
@@ -88,21 +86,29 @@ def _parts(captured: Captured, kept: Mapping[str, Footprint]) -> list[list[str]]
     return [part for part in parts if part]
 
 
-def _overhead(
+def _gaps(
     captured: Captured,
     nodes: Sequence[str],
     values: dict[str, Tensor],
     kept: Mapping[str, Footprint],
-) -> float:
-    """Returns by which factor passes of these nodes take more memory than they need. `values` are
-    those of earlier nodes; what these nodes give is added.
+) -> tuple[float, float]:
+    """Returns what passes of these nodes take more than they need, relative to that: with one
+    minibatch in flight, and for each further one. `values` are those of earlier nodes; what these
+    nodes give is added.
     """
     passes = _Passes(captured, nodes, values)
-    needed = sum(_needed(captured.graph, nodes, kept, _IN_FLIGHT))
-    with _growth() as growth:
-        passes.run(_IN_FLIGHT)
+    needed, more = [], []
+    for in_flight in (1, _IN_FLIGHT):
+        needed.append(sum(_needed(captured.graph, nodes, kept, in_flight)))
+        with _growth() as growth:
+            passes.run(in_flight)
+        more.append(max(0.0, growth.bytes - needed[-1]))
     values |= passes.outputs()
-    return max(1.0, growth.bytes / needed) if needed > _FEWEST_BYTES / 2 else 1.0
+    if needed[0] < _FEWEST_BYTES / 2:
+        return 0.0, 0.0
+    first, further = more[0] / needed[0], more[1] - more[0]
+    saved = needed[1] - needed[0]
+    return first, min(first, max(0.0, further / saved)) if saved else 0.0
 
 
 def _needed(

@@ -53,16 +53,16 @@ class TrainingSettings:
     `microbatches` make one update, for schedules that make one per several minibatches. With
     `weight_prediction` (weight stashing only) the older versions of a stage that is not the last
     are replaced by predicted weights, one copy per minibatch in flight, and the last step of the
-    optimizer is kept, one more tensor per parameter. `overheads`, of nodes by name: by which factor
-    what comes and goes with each minibatch takes more of a device than its bytes; `read_ahead`:
-    minibatches that are read before they are asked for.
+    optimizer is kept, one more tensor per parameter. `gaps`, of nodes by name: what the allocator
+    adds to the bytes of one minibatch, and of further ones in flight, relative to these;
+    `read_ahead`: minibatches that are read before they are asked for.
     """
 
     schedule: ScheduleName = "weight-stashing"
     optimizer: OptimizerName = "sgd"
     microbatches: int = MICROBATCHES
     weight_prediction: bool = False
-    overheads: Mapping[str, float] = field(default_factory=dict, hash=False)
+    gaps: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     read_ahead: int = 0
 
     def policy(self, replicas: Sequence[int], max_in_flight: Sequence[int] | None = None) -> Policy:
@@ -127,20 +127,23 @@ class MemoryModel:
         self._last_of_class: dict[int, tuple[int, tuple[Floats, Floats]]] = {}
 
     @cached_property
-    def _gaps(self) -> tuple[Floats, Floats]:
-        """[state]: bytes that the nodes before the cut save and learn, and gaps between them."""
-        graph, overheads = self.cuts.graph, self.settings.overheads
-        bytes_of = graph.saved_bytes + graph.parameter_bytes
-        factors = np.array([overheads.get(name, 1.0) for name in graph.names])
-        return self.cuts.sum(bytes_of), self.cuts.sum(bytes_of * (factors - 1))
-
-    def _overhead(self, start: int, ends: States) -> Floats:
-        """[end]: by which factor what passes make takes more than its bytes: the mean of the nodes,
-        by their bytes.
+    def _gaps(self) -> tuple[Floats, Floats, Floats]:
+        """[state]: bytes that the nodes before the cut save and learn, and gaps between them, of
+        the oldest minibatch and of further ones.
         """
-        sizes, gaps = (each[ends] - each[start] for each in self._gaps)
-        shares = np.divide(gaps, sizes, out=np.zeros_like(gaps), where=sizes > 0)
-        return np.asarray(1 + shares)
+        graph, gaps = self.cuts.graph, self.settings.gaps
+        bytes_of = graph.saved_bytes + graph.parameter_bytes
+        shares = np.array([gaps.get(name, (0.0, 0.0)) for name in graph.names]).reshape(-1, 2).T
+        first, further = (self.cuts.sum(bytes_of * share) for share in shares)
+        return self.cuts.sum(bytes_of), first, further
+
+    def _shares(self, start: int, ends: States) -> tuple[Floats, Floats]:
+        """[end]: what the allocator adds to the bytes of the oldest minibatch, and to those of
+        further ones, relative to these: the mean of the nodes, by their bytes.
+        """
+        sizes, first, further = (each[ends] - each[start] for each in self._gaps)
+        some = np.where(sizes > 0, sizes, np.inf)
+        return np.asarray(first / some), np.asarray(further / some)
 
     def _by_moment(self, moment: NDArray[np.intp], values: Floats) -> Floats:
         """[moment, state]: the sum over the moment's nodes before the cut."""
@@ -158,14 +161,14 @@ class MemoryModel:
         if self._last[0] != start:  # a search asks for one start many times in a row
             every = slice(None)
             varying = np.asarray(sum(self._varying_parts(start, every))).max(axis=0)
-            overhead = self._overhead(start, every)
-            self._last = start, (*self._amounts(start, every), overhead, overhead * varying)
-        parameters, saved, received, sent, overhead, varying = self._last[1]
+            first, further = self._shares(start, every)
+            self._last = start, (*self._amounts(start, every), 1 + further, (1 + first) * varying)
+        parameters, saved, received, sent, further, varying = self._last[1]
         copies = self._copies(peak, recompute, replicas)
         passing = copies.saved * saved[ends] + copies.received * received[ends] + sent[ends]
         return np.asarray(
             (1 + copies.older + copies.state + copies.buckets) * parameters[ends]
-            + overhead[ends] * passing
+            + further[ends] * passing
             + varying[ends]
         )
 
@@ -197,14 +200,16 @@ class MemoryModel:
             saved, *others = self._varying_parts(start, every)
             again = np.minimum(self.classes.made_again[number], freed)
             saved[:-1] += again - freed
-            varying = np.asarray(sum((saved, *others))).max(axis=0) * self._overhead(start, every)
+            varying = np.asarray(sum((saved, *others))).max(axis=0)
+            varying *= 1 + self._shares(start, every)[0]
             fixed = self._last[1][-1] if self._last[0] == start else None
             assert fixed is not None, "total comes first"
             known = start, (freed[-1], fixed - varying)
             self._last_of_class[number] = known
         freed, less = known[1]
         plain = self.total(start, ends, peak, False, replicas)
-        less_saved = self._overhead(start, ends) * (peak.in_flight - 1) * freed[ends]
+        further = 1 + self._shares(start, ends)[1]
+        less_saved = further * (peak.in_flight - 1) * freed[ends]
         return np.asarray(plain - less_saved - less[ends])
 
     def of(
@@ -232,7 +237,8 @@ class MemoryModel:
         made = again[at[0]] if recompute else np.zeros(1)
         activations = copies.saved * saved + oldest
         inputs = copies.received * received + sent
-        passing = gradients + activations + inputs + workspace
+        first, further = self._shares(start, ends)
+        waiting = copies.saved * saved + inputs
         items = {
             "parameters": parameters,
             "weight_versions": copies.older * parameters,
@@ -243,7 +249,7 @@ class MemoryModel:
             "recomputed": made,
             "inputs": inputs,
             "workspace": workspace,
-            "allocator": (self._overhead(start, ends) - 1) * passing,
+            "allocator": first * (oldest + gradients + workspace) + further * waiting,
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
@@ -252,7 +258,8 @@ class MemoryModel:
         saved = self._saved[-1, ends] - self._saved[-1, start]
         moved = max(0, peak.in_flight - OFFLOADED_SETS) * saved
         return np.asarray(
-            self.total(start, ends, peak, False, replicas) - self._overhead(start, ends) * moved
+            self.total(start, ends, peak, False, replicas)
+            - (1 + self._shares(start, ends)[1]) * moved
         )
 
     def copy_seconds(self, start: int, ends: States, bandwidth: float) -> Floats:

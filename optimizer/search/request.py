@@ -197,7 +197,7 @@ class Request:
         return self.overheads if self.model.counts_overheads else None
 
     @cached_property
-    def _overheads(self) -> dict[str, float]:
+    def _gaps(self) -> dict[str, tuple[float, float]]:
         return {} if self.process is None else self.process.of_nodes(self.graph.order)
 
     @property
@@ -209,7 +209,7 @@ class Request:
         )
         if self.process is None:
             return settings
-        return replace(settings, overheads=self._overheads, read_ahead=READ_AHEAD)
+        return replace(settings, gaps=self._gaps, read_ahead=READ_AHEAD)
 
     @property
     def device_types(self) -> DeviceTypes:

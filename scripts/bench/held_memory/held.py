@@ -124,7 +124,7 @@ CASES = {
         ("images", {"size": 96}),
         8,
         MOMENTUM,
-        ("--replicas", "2,1"),
+        ("--split", "layer3", "--replicas", "2,1"),
         machines="3",
     ),
     "MLP, ZeRO-1": Case(
@@ -132,7 +132,7 @@ CASES = {
         ("vectors", {"width": 2048}),
         256,
         ADAM,
-        ("--replicas", "2,1", "--zero", "always"),
+        ("--split", "8", "--replicas", "2,1", "--zero", "always"),
         machines="3",
     ),
     "MLP, replicas": Case(
@@ -140,7 +140,7 @@ CASES = {
         ("vectors", {"width": 2048}),
         256,
         ADAM,
-        ("--replicas", "2,1", "--zero", "never"),
+        ("--split", "8", "--replicas", "2,1", "--zero", "never"),
         machines="3",
     ),
     "swin_tiny, stashing": Case(
@@ -180,7 +180,7 @@ CASES = {
         256,
         MOMENTUM,
         ("--mesh", "2"),
-        machines="2",
+        machines="2,2",
     ),
 }
 
@@ -207,10 +207,9 @@ def show(name: str, case: Case, folder: Path) -> None:
     graph, plan = folder / "profile" / "graph.txt", folder / "plan"
     if not graph.exists():
         do("pd-profile", config, "-o", folder / "profile", "--warmup", 1, "--repeats", 1)
-    cluster = ("--machines", case.machines, "--bandwidth", "10GB")
-    if "--mesh" in case.planned:
-        cluster = ("--machines", f"1,{case.machines}", "--bandwidth", "10GB,10GB")
-    elif "--replicas" not in case.planned:
+    bandwidth = ",".join(["10GB"] * len(case.machines.split(",")))
+    cluster: tuple[str, ...] = ("--machines", case.machines, "--bandwidth", bandwidth)
+    if "--split" not in case.planned:
         cluster += ("--straight",)
     more = ("--optimizer", OF[case.optimizer["name"]], *case.planned)
     do("pd-optimize", graph, *cluster, *more, "-o", plan)

@@ -70,7 +70,7 @@ def test_how_backward_passes_divide_comes_from_the_profile(tmp_path):
 
 _NAMES = read_graph(TRANSLATION).order
 PROCESS = ProfiledProcess(
-    baseline_bytes=10**9, overheads={_NAMES[1]: 1.25, _NAMES[len(_NAMES) // 2]: 2.0}
+    baseline_bytes=10**9, gaps={_NAMES[1]: (0.25, 0.25), _NAMES[len(_NAMES) // 2]: (1.0, 1.0)}
 )
 
 
@@ -104,22 +104,23 @@ def test_not_all_of_a_gpu_is_for_the_model(tmp_path, device, options, left):
 
 
 @pytest.mark.parametrize(
-    ("options", "left", "overhead"),
+    ("options", "left", "measured"),
     [
-        ((), 5e9, 1.25),
-        (("--room", "2GB"), 4e9, 1.25),
-        (("--speed", "0.5"), 5e9, 1.25),
-        (("--speed", "1000"), 6e9, 1.0),  # no such device: what is true of this allocator is not
+        ((), 5e9, True),
+        (("--room", "2GB"), 4e9, True),
+        (("--speed", "0.5"), 5e9, True),
+        (("--speed", "1000"), 6e9, False),  # no such device: what is true of this allocator is not
     ],
 )
-def test_a_process_takes_what_was_measured_of_each_device(tmp_path, options, left, overhead):
+def test_a_process_takes_what_was_measured_of_each_device(tmp_path, options, left, measured):
     context = click.Context(main)
     path = _profiled_on("cpu", tmp_path, PROCESS)
     main.parse_args(context, [str(path), *LEVELS, "--memory", "6GB", *options])
     request = make_task(typed_options(context)).request
     assert request.left_for_model == left
-    assert set(request.settings.overheads.values()) == ({1.25, 2.0} if overhead > 1 else set())
-    assert request.settings.read_ahead == (2 if overhead > 1 else 0)
+    gaps = {(0.25, 0.25), (1.0, 1.0)} if measured else set()
+    assert set(request.settings.gaps.values()) == gaps
+    assert request.settings.read_ahead == (2 if measured else 0)
 
 
 def test_the_plan_says_what_a_process_holds(tmp_path):

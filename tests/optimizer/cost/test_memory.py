@@ -64,32 +64,32 @@ def test_weight_stashing_keeps_a_version_for_each_minibatch(graph):
 
 def test_what_passes_allocate_takes_more_of_a_device_and_weights_do_not(graph):
     plain = items(MemoryModel(cuts_of(graph), TrainingSettings("2bw", "adam")), 0, 2, 3)
-    settings = TrainingSettings("2bw", "adam", overheads={"a": 1.25, "b": 1.25})
+    settings = TrainingSettings("2bw", "adam", gaps={"a": (0.25, 0.25), "b": (0.25, 0.25)})
     found = items(MemoryModel(cuts_of(graph), settings), 0, 2, 3)
     passing = ("gradients", "activations", "inputs", "workspace")
     assert found == plain | {"allocator": sum(plain[name] for name in passing) / 4}
 
 
 def test_the_allocators_share_of_a_stage_is_the_mean_of_its_nodes(graph):
-    """By what they save and learn: 101 bytes of a, 30 of b, 3 of c, which has no share."""
+    """By what they save and learn: 101 bytes of a, 30 of b, 3 of c, which has no gaps. What waits
+    for its turn leaves half of those that the oldest minibatch leaves.
+    """
     plain = MemoryModel(cuts_of(graph), TrainingSettings("2bw", "adam"))
-    held = MemoryModel(plain.cuts, TrainingSettings("2bw", "adam", overheads={"a": 3.0, "b": 1.5}))
-    for start, end, share in (
-        (0, 1, 2.0),
-        (0, 2, (2 * 101 + 0.5 * 30) / 131),
-        (1, 2, 0.5),
-        (1, 3, 0.5 * 30 / 33),
-        (2, 3, 0.0),
+    gaps = {"a": (2.0, 1.0), "b": (0.5, 0.25)}
+    held = MemoryModel(plain.cuts, TrainingSettings("2bw", "adam", gaps=gaps))
+    for start, end, saved, share in (
+        (0, 1, 100, 2.0),
+        (0, 2, 120, (2 * 101 + 0.5 * 30) / 131),
+        (1, 2, 20, 0.5),
+        (2, 3, 6, 0.0),
     ):
-        found, without = items(held, start, end, 2), items(plain, start, end, 2)
-        passing = ("gradients", "activations", "inputs", "workspace")
-        expected = share * sum(without[name] for name in passing)
-        assert found["allocator"] == pytest.approx(expected)
-        ends, peak = slice(end, end + 1), Peak(2, 2)
-        both = [model.offloaded(start, ends, peak)[0] for model in (held, plain)]
-        assert both[0] - both[1] == pytest.approx(
-            share * (both[1] - plain.total(start, ends, peak, False)[0]) + expected
-        )
+        for recompute in (False, True):
+            found, without = (items(each, start, end, 3, recompute) for each in (held, plain))
+            waiting = without["inputs"] + (0 if recompute else 2 * saved)
+            passing = ("gradients", "activations", "recomputed", "inputs", "workspace")
+            oldest = sum(without[name] for name in passing) - waiting
+            assert found["allocator"] == pytest.approx(share * (oldest + waiting / 2))
+            assert found == without | {"allocator": found["allocator"]}
 
 
 def test_minibatches_read_ahead_are_those_of_the_stages_that_read_an_input(make_graph):

@@ -114,7 +114,9 @@ def test_what_the_search_assumes_can_be_had(chain, in_flight, share, last, repli
     """
     graph = planning(chain, parameters=4.0)
     cuts = Cuts(graph, [(1 << end) - 1 for end in range(len(graph) + 1)])
-    memory, peak = MemoryModel(cuts, TrainingSettings("flush", "adam")), Peak(in_flight, 1)
+    gaps = dict.fromkeys(graph.names[::2], (0.5, 0.25))
+    memory = MemoryModel(cuts, TrainingSettings("flush", "adam", gaps=gaps))
+    peak = Peak(in_flight, 1)
     for start in range(0, len(graph), 2):
         ends = slice(start + 1, len(graph) + 1)
         plain = memory.total(start, ends, peak, False)

@@ -236,8 +236,8 @@ def test_memory_that_does_not_suffice_names_the_stage_and_the_remedies(make_grap
     with pytest.raises(UserError) as caught:
         optimize(Request(graph, cluster, PaperCost(), memory=250e3))
     message = caught.value.format_message()
-    # Both devices with the whole model and buckets, at b's gradients: 2 * 3e3 + 3e5 + 2e3. More devices do not
-    # help: b with what it reads needs more.
+    # Both devices with the whole model and buckets, at b's gradients: 2 * 3e3 + 3e5 + 2e3. More
+    # devices do not help: b with what it reads needs more.
     assert message == (
         "--memory 250 kB: no plan fits; the closest needs 308 kB in stage 0 of 1 (2 nodes, a to b):"
         " 6 kB for weights, optimizer and gradients, 302 kB for the activations of 1 minibatch in"
