@@ -40,6 +40,10 @@ class MeasuredRank(ArtifactModel):
     waiting: Quartiles | None = None
     """Waiting for the messages of one minibatch."""
 
+    peak_memory_bytes: Amount | None = None
+    """The most that the rank held of memory in training, without what it had before any tensor;
+    None if it was not trained as planned."""
+
     @property
     def busy_seconds(self) -> float:
         """Returns the seconds of passes and a share of the update, per minibatch of the rank."""

@@ -119,6 +119,8 @@ class StageMemory(ArtifactModel):
     optimizer_state: Amount
     gradients: Amount
     """Of the parameters."""
+    buckets: Amount = 0.0
+    """In which replicas add their gradients up."""
     activations: Amount
     """What the nodes keep for the backward passes of the minibatches in flight."""
     recomputed: Amount = 0.0
@@ -127,6 +129,24 @@ class StageMemory(ArtifactModel):
     """What the stage has received, and what is on its way, input batches among it."""
     workspace: Amount
     """What the backward pass of one node needs in addition."""
+    allocator: Amount = 0.0
+    """Gaps between blocks, freed blocks that are kept, and memory of libraries, as measured."""
+
+    @property
+    def weights(self) -> float:
+        """Returns the bytes that stay where they are from the first update on."""
+        return self.parameters + self.weight_versions + self.optimizer_state + self.buckets
+
+    @property
+    def passing(self) -> float:
+        """Returns the bytes that come and go with minibatches, to which the allocator adds."""
+        activations = self.activations + self.recomputed
+        return self.gradients + activations + self.inputs + self.workspace
+
+    @property
+    def tensors(self) -> float:
+        """Returns the bytes of tensors alone."""
+        return self.total - self.allocator
 
     @property
     def total(self) -> float:
@@ -279,6 +299,9 @@ class Predicted(ArtifactModel):
     """The whole model on one device."""
     data_parallel_seconds: Amount
     """The whole model replicated on all devices."""
+    process_bytes: Amount | None = None
+    """What each process holds beside the memory of its stages: Python, torch, the captured model;
+    None if it was not measured."""
     simulated: Simulated | None = None
 
     @property

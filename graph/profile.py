@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -248,6 +248,31 @@ class Machine(ArtifactModel):
     """Versions of the libraries that the model comes from."""
 
 
+class ProfiledProcess(ArtifactModel):
+    """What a process holds beside its tensors, by the allocator of this machine."""
+
+    baseline_bytes: _Bytes
+    """Resident after a first pass, without the tensors of the model and mapped files, of which the
+    system can take memory back: Python, torch, the capture, and what libraries keep."""
+    gaps: dict[str, tuple[_NonNegative, _NonNegative]]
+    """What the allocator adds in passes to their bytes, relative to these: gaps between blocks, and
+    blocks that were freed and kept; with one minibatch in flight, and for each further one. Of
+    parts of the graph, each from the node of this name to the one before the next, in the order of
+    the graph."""
+
+    def of_nodes(self, order: Iterable[str]) -> dict[str, tuple[float, float]]:
+        """Returns the gaps for each node, of all nodes in the order of the graph."""
+        gaps, last = {}, next(iter(self.gaps.values()), (0.0, 0.0))
+        for name in order:
+            last = gaps[name] = self.gaps.get(name, last)
+        return gaps
+
+    def scaled(self, ratio: float) -> ProfiledProcess:
+        """Returns the same where gaps take `ratio` times as much."""
+        gaps = {name: (ratio * one, ratio * more) for name, (one, more) in self.gaps.items()}
+        return self.model_copy(update={"gaps": gaps})
+
+
 class Estimated(ArtifactModel):
     """Says that nothing was measured: times follow from flops and bytes of the operators."""
 
@@ -345,6 +370,8 @@ class Profile(ArtifactModel):
     operators.json."""
     reading_seconds: _NonNegative | None = None
     """What reading a minibatch takes from the passes; None without data, and on a GPU 0."""
+    process: ProfiledProcess | None = None
+    """None on a GPU, and if whole passes did not fit into memory."""
     shared: dict[str, SharedParameter] | None = None
     """By name; None if they were not recorded."""
     no_operators: str | None = None

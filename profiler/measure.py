@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.captured import Captured, flatten_inputs, rebuild
-from pipedream.capture.compute_settings import Precision, keep_freed_memory
+from pipedream.capture.compute_settings import Precision, keep_freed_memory, return_freed_memory
 from pipedream.capture.errors.capture_errors import failing_module
 from pipedream.capture.export import capture
 from pipedream.capture.fake_tensors import capture_fake
@@ -36,6 +36,7 @@ from pipedream.profiler.assembly import (
 from pipedream.profiler.device import is_out_of_memory
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.operators import profile_operators
+from pipedream.profiler.process_memory import process_memory
 from pipedream.profiler.stretches.full_pass import CannotCompile, passes, time_in_training
 from pipedream.profiler.timing.backward_split import backward_splits
 from pipedream.profiler.timing.contention import (
@@ -63,13 +64,14 @@ def measure(
     if memory is short.
     """
     torch.set_num_threads(settings.threads)
-    keep_freed_memory()
+    return_freed_memory()
     precision, rule = Precision(loaded.autocast, settings.device), settings.stopping_rule
     captured = (capture_fake if settings.meta else capture)(
         loaded.model, loaded.args, loaded.kwargs, precision=precision
     )
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
     if is_contending_process():
+        keep_freed_memory()
         alongside = None if settings.backend == AUTO else settings.backend
         with precision.computing():
             run_contending_passes(passes(captured, inputs, settings.device, alongside))
@@ -77,6 +79,10 @@ def measure(
     try:
         with precision.computing():
             kept = footprints(captured, inputs, settings.device, settings.meta)
+            process = None
+            if settings.device.type == "cpu" and not settings.meta:
+                process = process_memory(captured, inputs, kept)
+            keep_freed_memory()
             with contention(settings.workers - 1):
                 times = _time(captured, inputs, loaded, kept, settings, progress)
                 if not loaded.recorded:  # what is recorded are programs
@@ -98,7 +104,7 @@ def measure(
     machine = machine_of(settings)
     flops = None if isinstance(found, CannotDivide) else flops_of(found.graph)
     measured = Measurements(captured, machine, times, kept, splits, updated, summed, read, flops)
-    profile = profile_of(measured, graph, settings)
+    profile = profile_of(measured, graph, settings).model_copy(update={"process": process})
     if isinstance(found, CannotDivide):
         profile = profile.model_copy(update={"no_operators": str(found)})
         return Measured(graph, profile, None, undivided(captured))

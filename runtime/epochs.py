@@ -92,7 +92,11 @@ class _Training:
             context.store, local.rank_info.rank, self._status, local.device
         )
         minibatches = local.examples.epoch(self.number)
-        with shown, publishing, Reader(minibatches, self._to_read()) as data:
+        with (
+            shown,
+            publishing,
+            Reader(minibatches, self._to_read(), self._reads_targets_only) as data,
+        ):
             stopped = self._run_segments(self._engine(), data)
             if self.report is not None:
                 self.report.look(self.times.events, ended=True)
@@ -162,6 +166,12 @@ class _Training:
                 self.local.actions(len(segment)), own, stages, varying
             )
         ]
+
+    @property
+    def _reads_targets_only(self) -> bool:
+        """Whether no stage of this rank reads an input of the model."""
+        varying = self.local.job.config.data.varying
+        return not varying and not any(stage.interface.reads for stage in self.local.stages)
 
     def _on_loss(self, minibatch: int, loss: torch.Tensor) -> None:
         self.losses.send(minibatch, loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _sum_up(context: RankContext, recording: Recording, reports: list[dict[str, 
     if recording.epochs:
         stages = _stages(context, recording)
         _write_recording(job, recording, spent, reports)
-        measured = _write_measured(context, recording, spent)
+        measured = _write_measured(context, recording, spent, reports)
         also = "timeline.png, " + f"{MEASURED}, " * (measured is not None)
     summary = _summary(context, reports, spent) | _try_model(context)
     # Before summary.json, which says that the run is finished.
@@ -84,6 +85,8 @@ def _reports(context: RankContext) -> list[dict[str, Any]]:
             "replica": stage.replica,
             "peak_memory_bytes": context.memory.bytes,
             "predicted_memory_bytes": _predicted_memory(context),
+            "process_memory_bytes": context.memory.process,
+            "predicted_process_bytes": _predicted_process(context),
             "reserved_memory_bytes": context.memory.reserved,
             "rest_of_gpu_bytes": context.memory.rest,
             "weight_versions": context.weights[stage.stage].peak_versions,
@@ -102,6 +105,12 @@ def _predicted_memory(context: RankContext) -> float | None:
     planned = [job.plan.stages[stage.stage].memory for stage in context.local.stages]
     known = [memory.total for memory in planned if memory is not None]
     return sum(known) if job.as_planned and counted and len(known) == len(planned) else None
+
+
+def _predicted_process(context: RankContext) -> float | None:
+    """Returns the bytes that the plan predicts for the whole process; None if it does not say."""
+    memory, beside = _predicted_memory(context), context.local.job.plan.predicted.process_bytes
+    return None if memory is None or beside is None else memory + beside
 
 
 def _simulated(job: Job) -> Simulated | None:
@@ -129,7 +138,10 @@ def _write_recording(
 
 
 def _write_measured(
-    context: RankContext, recording: Recording, spent: Utilisation
+    context: RankContext,
+    recording: Recording,
+    spent: Utilisation,
+    reports: Sequence[Mapping[str, Any]],
 ) -> MeasuredRun | None:
     """Writes measured.json, unless an epoch is one small minibatch. Returns what it wrote."""
     job, sizes = context.local.job, context.local.examples.sizes
@@ -139,6 +151,14 @@ def _write_measured(
     ranks = measured_ranks(epochs, range(span.first, min(span.last, whole)), job.plan)
     if not ranks:
         return None
+    peaks = {
+        report["rank"]: float(report["peak_memory_bytes"])
+        for report in reports
+        if report["predicted_memory_bytes"] is not None
+    }
+    ranks = tuple(
+        rank.model_copy(update={"peak_memory_bytes": peaks.get(rank.rank)}) for rank in ranks
+    )
     measured = MeasuredRun(
         device=job.device,
         threads=torch.get_num_threads(),

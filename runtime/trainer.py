@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from pipedream.capture.compute_settings import keep_freed_memory
+from pipedream.capture.compute_settings import keep_freed_memory, return_freed_memory
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import RendezvousError, connect_store
@@ -49,7 +49,7 @@ def train(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -
             f"the plan is for {planned} workers and {started} were started: start {planned}, "
             "fewer with --replan, or make another plan with pd-optimize"
         )
-    keep_freed_memory()
+    return_freed_memory()
     # A run that goes on in the folder may be evaluated meanwhile.
     with locked(job.run) if rank_info.rank == 0 and not job.evaluate_only else nullcontext():
         try:
@@ -85,6 +85,7 @@ def _watched(context: RankContext) -> None:
 
 def _run(context: RankContext) -> None:
     local = context.local
+    keep_freed_memory()
     if local.job.evaluate_only:
         evaluate_only(context)
         dist.destroy_process_group()

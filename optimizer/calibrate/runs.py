@@ -23,6 +23,9 @@ from pipedream.schedule.schedule import ORDERS
 FEWEST = 10
 """Fewer minibatches on a rank give no reliable median."""
 
+_FEWEST_BYTES = 16e6
+"""Of gaps that are planned: with fewer, what libraries take would be taken for them."""
+
 _RUN_TO_RUN = 0.01
 """Relative difference of a stage's time between runs, however many minibatches they have."""
 
@@ -112,6 +115,24 @@ class CalibrationRun:
         seconds = sum(update.median * self._speed(rank) for rank, update in steps)
         updated_bytes = sum(stages[rank.stage].parameter_bytes for rank, _ in steps)
         return (updated_bytes / seconds if seconds else 0.0) or None
+
+    @property
+    def gaps(self) -> float | None:
+        """Returns how much the allocator took of a CPU's memory in all ranks, relative to what was
+        planned. None on other devices, for a run that was not as planned or with ranks of several
+        stages, and if nothing was planned.
+        """
+        run, stages = self.measured, self.measured.plan.stages
+        if run.device != "cpu" or len(run.ranks) != run.plan.workers:
+            return None
+        known = [
+            (rank.peak_memory_bytes, memory)
+            for rank in run.ranks
+            if (memory := stages[rank.stage].memory) and rank.peak_memory_bytes is not None
+        ]
+        planned = sum(memory.allocator for _, memory in known)
+        taken = sum(peak - memory.tensors for peak, memory in known)
+        return max(0.0, taken / planned) if planned > _FEWEST_BYTES else None
 
     def passes(
         self,

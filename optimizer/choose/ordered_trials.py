@@ -11,7 +11,7 @@ from pipedream.graph.choices import MICROBATCHES, Recompute, Zero
 from pipedream.graph.plan import DraftPlan, LinkSeconds, OrderTimes, StageMemory
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.trial import Trial, Trials
-from pipedream.optimizer.cost.memory import MemoryModel
+from pipedream.optimizer.cost.memory import MemoryModel, Replicas
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.cost.worker_memory import WorkerMemory
 from pipedream.optimizer.cuts.antichains import bits
@@ -177,13 +177,14 @@ class _Stages:
         return self._memory([1] * (self.last + 1))
 
     def _memory(self, in_flight: Sequence[int]) -> tuple[StageMemory, ...]:
+        numbers = [each.replicas for each in self.placed]
         return tuple(
             self.model.of(
                 stage,
                 stage + 1,
                 Peak(count, 1),
                 self.recompute and stage < self.last,
-                self.placed[stage].replicas if self.zero else 1,
+                Replicas(numbers[stage], numbers[stage] if self.zero else 1),
             )
             for stage, count in enumerate(in_flight)
         )

@@ -188,8 +188,8 @@ GROUPS = {
         option("--memory BYTES", "Bytes of each device, such as 16GB.  [default: unlimited]"),
         option(
             "--room BYTES",
-            "Bytes of each device that are not the model's, but CUDA's and NCCL's."
-            "  [default: 2GB with the profile of a GPU, else 0]",
+            "Bytes of each device that are not the model's, but CUDA's and NCCL's, or Python's and"
+            " torch's.  [default: 2GB with the profile of a GPU, else as profiled]",
         ),
         option(
             "--optimizer",

@@ -53,9 +53,12 @@ class Calibration:
         return replace(found, works=[found._work(run.measured.plan, request) for run in runs])
 
     def corrected(self, request: Request) -> Request:
-        """The request with the times of the runs."""
+        """The request with the times of the runs, and what the allocator took in the newest."""
         if not self.runs:
             return request
+        ratios = [run.gaps for run in self.runs if run.gaps is not None]
+        if ratios and request.process is not None:
+            request = replace(request, process=request.process.scaled(ratios[-1]))
         graph = calibrated(request.graph, self.runs, self.profile, request.overheads, self.works)
         return replace(request, graph=graph)
 

@@ -13,7 +13,13 @@ from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.profile import Profile
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.cli.asked.files import check_files
-from pipedream.optimizer.cli.asked.memory import check_room, host_bandwidth_of, room_of, zero_of
+from pipedream.optimizer.cli.asked.memory import (
+    check_room,
+    host_bandwidth_of,
+    process_of,
+    room_of,
+    zero_of,
+)
 from pipedream.optimizer.cli.asked.model import footprints_of, overheads_of, read_model
 from pipedream.optimizer.cli.asked.operators import operators_asked, parse_mesh
 from pipedream.optimizer.cli.asked.stages import groups_of, split_asked
@@ -184,7 +190,8 @@ def make_task(options: Options) -> Task:
         model=cost_model,
         schedule=schedule,
         memory=memory,
-        room=room_of(options, profile),
+        room=room_of(options, profile, cluster),
+        process=process_of(profile, cluster),
         rules=Rules(options.straight, options.fewer_machines),
         latency=latency,
         optimizer=options.optimizer,

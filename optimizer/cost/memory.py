@@ -8,8 +8,8 @@ saved is freed node by node from the last to the first, while parameter gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -39,6 +39,9 @@ ROOM_ON_GPU = 2e9
 """Bytes of a GPU that are not the model's: the context with all kernels loaded, buffers of a few
 communicators of NCCL, and gaps among tensors in torch's allocator."""
 
+READ_AHEAD = 2
+"""Minibatches that pd-train reads ahead on a CPU, beside the one that is on its way."""
+
 _FEW_CUTS = 100
 """With no more than these, as those of one plan, a product of matrices is faster."""
 
@@ -50,13 +53,17 @@ class TrainingSettings:
     `microbatches` make one update, for schedules that make one per several minibatches. With
     `weight_prediction` (weight stashing only) the older versions of a stage that is not the last
     are replaced by predicted weights, one copy per minibatch in flight, and the last step of the
-    optimizer is kept, one more tensor per parameter.
+    optimizer is kept, one more tensor per parameter. `gaps`, of nodes by name: what the allocator
+    adds to the bytes of one minibatch, and of further ones in flight, relative to these;
+    `read_ahead`: minibatches that are read before they are asked for.
     """
 
     schedule: ScheduleName = "weight-stashing"
     optimizer: OptimizerName = "sgd"
     microbatches: int = MICROBATCHES
     weight_prediction: bool = False
+    gaps: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    read_ahead: int = 0
 
     def policy(self, replicas: Sequence[int], max_in_flight: Sequence[int] | None = None) -> Policy:
         most = None if max_in_flight is None else tuple(max_in_flight)
@@ -73,19 +80,29 @@ class TrainingSettings:
         return self.policy(replicas, in_flight).peak(0)
 
 
-StateParts: TypeAlias = int | Ints
-"""Replicas that divide the optimizer's state; for each of several stages, or the same for all."""
+class Replicas(NamedTuple):
+    """How many replicas stages have, and among how many of them the optimizer's state is divided:
+    for each of several stages, or the same for all.
+    """
+
+    number: int = 1
+    parts: int | Ints = 1
+
+
+ALONE = Replicas()
 
 _Varying: TypeAlias = tuple[Floats, Floats, Floats]
 
 
 class _Copies(NamedTuple):
-    """How often a worker holds the parameters once more, as older versions and as the optimizer's
-    state, and what a minibatch saves and receives, besides what a backward pass holds.
+    """How often a worker holds the parameters once more, as older versions, as the optimizer's
+    state and as buckets in which replicas add gradients up, and what a minibatch saves and
+    receives, besides what a backward pass holds.
     """
 
     older: int
     state: Floats | float
+    buckets: int
     saved: int
     received: int
 
@@ -109,6 +126,25 @@ class MemoryModel:
         self._last: tuple[int, tuple[Floats, ...]] = (-1, ())
         self._last_of_class: dict[int, tuple[int, tuple[Floats, Floats]]] = {}
 
+    @cached_property
+    def _gaps(self) -> tuple[Floats, Floats, Floats]:
+        """[state]: bytes that the nodes before the cut save and learn, and gaps between them, of
+        the oldest minibatch and of further ones.
+        """
+        graph, gaps = self.cuts.graph, self.settings.gaps
+        bytes_of = graph.saved_bytes + graph.parameter_bytes
+        shares = np.array([gaps.get(name, (0.0, 0.0)) for name in graph.names]).reshape(-1, 2).T
+        first, further = (self.cuts.sum(bytes_of * share) for share in shares)
+        return self.cuts.sum(bytes_of), first, further
+
+    def _shares(self, start: int, ends: States) -> tuple[Floats, Floats]:
+        """[end]: what the allocator adds to the bytes of the oldest minibatch, and to those of
+        further ones, relative to these: the mean of the nodes, by their bytes.
+        """
+        sizes, first, further = (each[ends] - each[start] for each in self._gaps)
+        some = np.where(sizes > 0, sizes, np.inf)
+        return np.asarray(first / some), np.asarray(further / some)
+
     def _by_moment(self, moment: NDArray[np.intp], values: Floats) -> Floats:
         """[moment, state]: the sum over the moment's nodes before the cut."""
         if len(self.cuts) <= _FEW_CUTS:
@@ -119,21 +155,20 @@ class MemoryModel:
         return np.array([self.cuts.sum(np.where(moment == m, values, 0.0)) for m in moments])
 
     def total(
-        self, start: int, ends: States, peak: Peak, recompute: bool, parts: StateParts = 1
+        self, start: int, ends: States, peak: Peak, recompute: bool, replicas: Replicas = ALONE
     ) -> Floats:
-        """Bytes of the stages from `start` to each of `ends`, with `peak` in flight; `parts`: among
-        how many replicas the optimizer's state is divided.
-        """
+        """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
         if self._last[0] != start:  # a search asks for one start many times in a row
-            varying = np.asarray(sum(self._varying_parts(start, slice(None)))).max(axis=0)
-            self._last = start, (*self._amounts(start, slice(None)), varying)
-        parameters, saved, received, sent, varying = self._last[1]
-        copies = self._copies(peak, recompute, parts)
+            every = slice(None)
+            varying = np.asarray(sum(self._varying_parts(start, every))).max(axis=0)
+            first, further = self._shares(start, every)
+            self._last = start, (*self._amounts(start, every), 1 + further, (1 + first) * varying)
+        parameters, saved, received, sent, further, varying = self._last[1]
+        copies = self._copies(peak, recompute, replicas)
+        passing = copies.saved * saved[ends] + copies.received * received[ends] + sent[ends]
         return np.asarray(
-            (1 + copies.older + copies.state) * parameters[ends]
-            + copies.saved * saved[ends]
-            + copies.received * received[ends]
-            + sent[ends]
+            (1 + copies.older + copies.state + copies.buckets) * parameters[ends]
+            + further[ends] * passing
             + varying[ends]
         )
 
@@ -152,7 +187,7 @@ class MemoryModel:
         ]
 
     def without_classes(
-        self, start: int, ends: States, peak: Peak, number: int, parts: StateParts = 1
+        self, start: int, ends: States, peak: Peak, number: int, replicas: Replicas = ALONE
     ) -> Floats:
         """As `total`, if the nodes of classes 0 to `number` are recomputed one by one. Not less
         than what is needed.
@@ -166,18 +201,20 @@ class MemoryModel:
             again = np.minimum(self.classes.made_again[number], freed)
             saved[:-1] += again - freed
             varying = np.asarray(sum((saved, *others))).max(axis=0)
+            first, further = self._shares(start, every)
+            varying *= 1 + first
             fixed = self._last[1][-1] if self._last[0] == start else None
             assert fixed is not None, "total comes first"
-            known = start, (freed[-1], fixed - varying)
+            known = start, ((1 + further) * freed[-1], fixed - varying)
             self._last_of_class[number] = known
         freed, less = known[1]
-        plain = self.total(start, ends, peak, False, parts)
+        plain = self.total(start, ends, peak, False, replicas)
         return np.asarray(plain - (peak.in_flight - 1) * freed[ends] - less[ends])
 
     def of(
-        self, start: int, end: int, peak: Peak, recompute: Recomputed, parts: StateParts = 1
+        self, start: int, end: int, peak: Peak, recompute: Recomputed, replicas: Replicas = ALONE
     ) -> StageMemory:
-        """The items of one stage; `parts` as in `total`.
+        """The items of one stage.
 
         Gradients last from a backward pass to its update; with schedules that make one update per
         several minibatches, for the whole round. Each minibatch in flight keeps what the stage
@@ -186,7 +223,7 @@ class MemoryModel:
         """
         ends = slice(end, end + 1)
         parameters, saved, received, sent = self._amounts(start, ends)
-        copies = self._copies(peak, recompute is True, parts)
+        copies = self._copies(peak, recompute is True, replicas)
         if isinstance(recompute, Offloaded):
             copies = copies._replace(saved=min(copies.saved, OFFLOADED_SETS - 1))
             recompute = False
@@ -197,23 +234,32 @@ class MemoryModel:
         at = np.asarray(sum(varying)).argmax(axis=0)[None]
         oldest, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in varying)
         made = again[at[0]] if recompute else np.zeros(1)
+        activations = copies.saved * saved + oldest
+        inputs = copies.received * received + sent
+        first, further = self._shares(start, ends)
+        waiting = copies.saved * saved + inputs
         items = {
             "parameters": parameters,
             "weight_versions": copies.older * parameters,
             "optimizer_state": copies.state * parameters,
             "gradients": gradients,
-            "activations": copies.saved * saved + oldest - made,
+            "buckets": copies.buckets * parameters,
+            "activations": activations - made,
             "recomputed": made,
-            "inputs": copies.received * received + sent,
+            "inputs": inputs,
             "workspace": workspace,
+            "allocator": first * (oldest + gradients + workspace) + further * waiting,
         }
         return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
-    def offloaded(self, start: int, ends: States, peak: Peak, parts: StateParts = 1) -> Floats:
+    def offloaded(self, start: int, ends: States, peak: Peak, replicas: Replicas = ALONE) -> Floats:
         """As `total`, if what is saved is moved to the host."""
         saved = self._saved[-1, ends] - self._saved[-1, start]
         moved = max(0, peak.in_flight - OFFLOADED_SETS) * saved
-        return np.asarray(self.total(start, ends, peak, False, parts) - moved)
+        return np.asarray(
+            self.total(start, ends, peak, False, replicas)
+            - (1 + self._shares(start, ends)[1]) * moved
+        )
 
     def copy_seconds(self, start: int, ends: States, bandwidth: float) -> Floats:
         """Seconds to move what a minibatch saves, at so many bytes per second."""
@@ -248,20 +294,24 @@ class MemoryModel:
         return ((saved[:, 0] - freed + made)[:, None], gradients, workspace), made
 
     def _amounts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats, Floats]:
-        """Bytes of parameters, and of what a minibatch saves, receives and sends."""
+        """Bytes of parameters, of what a minibatch saves and receives, and of what is sent and read
+        ahead, once.
+        """
         own = self._parameters[-1, ends] - self._parameters[-1, start]
+        ahead = self.cuts.bytes_input(start)[ends]
         return (
             own + self.cuts.copied_bytes(start)[ends],
             self._saved[-1, ends] - self._saved[-1, start],
             self.cuts.bytes_received(start)[ends],
-            self.cuts.bytes_across[ends],
+            self.cuts.bytes_across[ends] + self.settings.read_ahead * ahead,
         )
 
-    def _copies(self, peak: Peak, recompute: bool, parts: StateParts) -> _Copies:
+    def _copies(self, peak: Peak, recompute: bool, replicas: Replicas) -> _Copies:
         predicting = self.settings.weight_prediction and peak.in_flight > 1
         return _Copies(
             older=peak.in_flight if predicting else peak.versions - 1,
-            state=STATES[self.settings.optimizer] / parts + predicting,
+            state=STATES[self.settings.optimizer] / replicas.parts + predicting,
+            buckets=int(replicas.number > 1),
             saved=0 if recompute else peak.in_flight - 1,
             received=peak.in_flight + 1,
         )
@@ -320,7 +370,7 @@ class HeldBytes:
         if memory is None:
             return HeldBytes()
         return HeldBytes(
-            always=memory.parameters + memory.optimizer_state,
+            always=memory.weights - memory.weight_versions + memory.allocator,
             version=memory.weight_versions / max(1, peak.versions - 1),
             minibatch=(memory.inputs + memory.activations) / peak.in_flight,
             backward=memory.workspace + memory.gradients + memory.recomputed,

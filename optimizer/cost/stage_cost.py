@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipedream.graph.choices import Recompute, Zero
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import WorstDevice
-from pipedream.optimizer.cost.memory import MemoryModel, StateParts
+from pipedream.optimizer.cost.memory import ALONE, MemoryModel, Replicas
 from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
 from pipedream.optimizer.cost.recomputation import Offloaded, Recomputed, compute_seconds
 from pipedream.optimizer.cuts.downsets import Cuts, States
@@ -95,45 +95,44 @@ class MemoryLimit:
         return replace(self, bytes=device.memory, speed=device.speed)
 
     def fits(
-        self, start: int, ends: States, peak: Peak, recompute: bool, parts: StateParts = 1
+        self, start: int, ends: States, peak: Peak, recompute: bool, of: Replicas = ALONE
     ) -> Bools:
-        return self.memory.total(start, ends, peak, recompute, parts) <= self.bytes
+        return self.memory.total(start, ends, peak, recompute, of) <= self.bytes
 
-    def state_parts(
-        self, start: int, ends: States, peak: Peak, last: bool, replicas: int
-    ) -> StateParts:
+    def replicas(self, start: int, ends: States, peak: Peak, last: bool, count: int) -> Replicas:
         """For each stage of so many replicas, among how many the optimizer's state is divided."""
-        if replicas == 1 or self.zero == "never":
-            return 1
+        whole = Replicas(count)
+        if count == 1 or self.zero == "never":
+            return whole
         if self.zero == "always":
-            return replicas
-        fits = self.fits(start, ends, peak, self.recompute == "always" and not last)
-        return np.where(fits, 1, replicas)
+            return Replicas(count, count)
+        fits = self.fits(start, ends, peak, self.recompute == "always" and not last, whole)
+        return Replicas(count, np.where(fits, 1, count))
 
     def choose(
-        self, start: int, ends: States, peak: Peak, last: bool, parts: StateParts = 1
+        self, start: int, ends: States, peak: Peak, last: bool, of: Replicas = ALONE
     ) -> tuple[Bools, Floats]:
         """For each stage whether it fits at all, and the seconds of a minibatch that it recomputes,
         or waits for the host.
 
-        `last`: the stages end the pipeline. `parts`: as by `state_parts`.
+        `last`: the stages end the pipeline. `of`: as by `replicas`.
         """
         allowed = not last and self.recompute != "never"
         forward = self.memory.cuts.forward_seconds
         again = np.asarray(forward[ends] - forward[start])
         if allowed and self.recompute == "always":
-            return self.fits(start, ends, peak, True, parts), again
-        fits = self.fits(start, ends, peak, False, parts)
+            return self.fits(start, ends, peak, True, of), again
+        fits = self.fits(start, ends, peak, False, of)
         cost = np.full_like(again, np.inf)
         if allowed and not fits.all():
-            cost = np.where(self.fits(start, ends, peak, True, parts), again, np.inf)
+            cost = np.where(self.fits(start, ends, peak, True, of), again, np.inf)
         if self._by_node and not fits.all():
             for number, seconds in reversed(list(enumerate(self.memory.classes.seconds))):
-                needed = self.memory.without_classes(start, ends, peak, number, parts)
+                needed = self.memory.without_classes(start, ends, peak, number, of)
                 some = np.minimum(seconds[ends] - seconds[start], again)
                 cost = np.minimum(cost, np.where(needed <= self.bytes, some, np.inf))
         if self._by_node and self.host_bandwidth is not None and not fits.all():
-            enough = self.memory.offloaded(start, ends, peak, parts) <= self.bytes
+            enough = self.memory.offloaded(start, ends, peak, of) <= self.bytes
             copies = self.memory.copy_seconds(start, ends, self.host_bandwidth) * self.speed
             compute = self.memory.compute_seconds
             waiting = np.maximum(copies - (compute[ends] - compute[start]), 0.0)
@@ -143,22 +142,22 @@ class MemoryLimit:
         return fits, np.where(fits, cost, 0.0)
 
     def chosen(
-        self, start: int, end: int, peak: Peak, last: bool, parts: StateParts = 1
+        self, start: int, end: int, peak: Peak, last: bool, of: Replicas = ALONE
     ) -> Recomputed:
         """What a stage recomputes or moves to the host: the fastest that is enough. Where nothing
-        is enough, what needs least. `parts` as in `choose`.
+        is enough, what needs least. `of` as in `choose`.
         """
         ends = slice(end, end + 1)
         allowed = not last and self.recompute != "never"
         if allowed and self.recompute == "always":
             return True
-        if self.fits(start, ends, peak, False, parts)[0]:
+        if self.fits(start, ends, peak, False, of)[0]:
             return False
         if not self._by_node:
             return allowed
 
         def bytes_of(choice: Recomputed) -> float:
-            return self.memory.of(start, end, peak, choice, parts).total
+            return self.memory.of(start, end, peak, choice, of).total
 
         nodes, inside = self.memory.classes.nodes, self.memory.cuts.nodes(start, end)
         fastest = nodes.choose(inside, lambda some: bytes_of(some) <= self.bytes)
@@ -247,7 +246,7 @@ class Replication(Priced):
         self.limit = limit
         self.working = working
         self.depends_on_downstream = limit is not None
-        self.depends_on_replicas = limit is not None and limit.zero != "never"
+        self.depends_on_replicas = limit is not None
 
     def on(self, device: WorstDevice) -> Self:
         moved = super().on(device)
@@ -267,8 +266,8 @@ class Replication(Priced):
         if self.limit is not None:
             peak = self.limit.memory.settings.peak(downstream_workers)
             last = not downstream_workers
-            parts = self.limit.state_parts(start, ends, peak, last, replicas)
-            fits, again = self.limit.choose(start, ends, peak, last, parts)
+            of = self.limit.replicas(start, ends, peak, last, replicas)
+            fits, again = self.limit.choose(start, ends, peak, last, of)
             seconds = seconds + again
             seconds[~fits] = np.inf
         return (seconds + self.cuts.stage_overhead(start)[ends]) / self.speed
@@ -282,7 +281,7 @@ class LeastMemory:
     device had `reference` of them.
     """
 
-    depends_on_downstream = True
+    depends_on_downstream = depends_on_replicas = True
 
     def __init__(
         self,
@@ -294,7 +293,7 @@ class LeastMemory:
         offload: bool = False,
     ) -> None:
         self.memory = memory
-        self.recompute, self.depends_on_replicas = recompute, zero
+        self.recompute, self.zero = recompute, zero
         self.selective, self.offload = selective, offload
         self.reference = reference
         self.device_bytes = reference
@@ -309,13 +308,13 @@ class LeastMemory:
     ) -> Floats:
         recompute = self.recompute and downstream_workers > 0
         peak = self.memory.settings.peak(downstream_workers)
-        parts = replicas if self.depends_on_replicas else 1
-        needed = self.memory.total(start, ends, peak, recompute, parts)
+        of = Replicas(replicas, replicas if self.zero else 1)
+        needed = self.memory.total(start, ends, peak, recompute, of)
         for number in range(len(self.memory.classes.members) if self.selective else 0):
-            some = self.memory.without_classes(start, ends, peak, number, parts)
+            some = self.memory.without_classes(start, ends, peak, number, of)
             needed = np.minimum(needed, some)
         if self.offload:
-            needed = np.minimum(needed, self.memory.offloaded(start, ends, peak, parts))
+            needed = np.minimum(needed, self.memory.offloaded(start, ends, peak, of))
         if self.device_bytes == self.reference:
             return needed
         return needed * (self.reference / self.device_bytes)

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipedream.graph.plan import StageMemory
 from pipedream.optimizer.cost.device_types import DeviceTypes, WorstDevice
-from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
+from pipedream.optimizer.cost.memory import MemoryModel, Replicas, TrainingSettings
 from pipedream.optimizer.cost.recomputation import Recomputed
 from pipedream.optimizer.cost.stage_cost import MemoryLimit
 from pipedream.optimizer.cost.stages import StageOnDevices
@@ -131,10 +131,10 @@ def _of_stage(
     if limit is not None:
         end = slice(stage.end, stage.end + 1)
         limit = limit.on(device)
-        parts = limit.state_parts(stage.start, end, peak, last, stage.replicas)
+        parts = limit.replicas(stage.start, end, peak, last, stage.replicas).parts
         zero = bool(np.all(np.asarray(parts) > 1))
-    parts = stage.replicas if zero else 1
+    of = Replicas(stage.replicas, stage.replicas if zero else 1)
     if limit is not None:
-        recompute = limit.chosen(stage.start, stage.end, peak, last, parts)
-    items = memory.of(stage.start, stage.end, peak, recompute, parts)
+        recompute = limit.chosen(stage.start, stage.end, peak, last, of)
+    items = memory.of(stage.start, stage.end, peak, recompute, of)
     return WorkerMemory(peak, in_flight[position], recompute, items, device, zero)

@@ -139,9 +139,12 @@ class Cuts:
         of the model's inputs.
         """
         if self._last_received[0] != start:  # a search asks many times in a row
-            of_model = self._read_by(start, self.graph.model_inputs)
-            self._last_received = start, self.bytes_read(start) + of_model
+            self._last_received = start, self.bytes_read(start) + self.bytes_input(start)
         return self._last_received[1]
+
+    def bytes_input(self, start: int) -> Floats:
+        """[state]: bytes of the model's inputs that the stage from `start` to the state reads."""
+        return self._read_by(start, self.graph.model_inputs)
 
     def bytes_read(self, start: int) -> Floats:
         """[state]: bytes that the stage from `start` to the state reads from earlier stages."""

@@ -30,6 +30,21 @@ from pipedream.optimizer.search.outcome import Outcome, ScheduleTime
 _WIDEST_NAME = 24
 _WIDEST_BLOCK = 40
 _ROUNDING = 1e-9
+_ITEMS = {
+    "parameters": "para-\nmeters",
+    "weight_versions": "older\nversions",
+    "optimizer_state": "optimizer\nstate",
+    "gradients": "gradients",
+    "buckets": "buckets",
+    "activations": "activations",
+    "recomputed": "re-\ncomputed",
+    "inputs": "received",
+    "workspace": "work-\nspace",
+    "allocator": "allo-\ncator",
+}
+"""The items of `StageMemory`, as the columns of the table are called."""
+_RARE_ITEMS = ("buckets", "recomputed", "allocator")
+"""Without a column where no stage has any."""
 _NARROW = 100  # columns; tables are set closer on fewer
 
 
@@ -131,20 +146,23 @@ def _memory_table(outcome: Outcome) -> Table:
     if outcome.rank_bytes is not None:
         note += f" A rank holds up to {show_bytes(outcome.rank_bytes)} at once, of all its stages."
     if outcome.room:
-        note += f" {show_bytes(outcome.room)} more of each device are for CUDA and NCCL (--room)."
+        note += (
+            f" {show_bytes(outcome.room)} more of each device are for {outcome.room_for} (--room)."
+        )
+    known = [stage.memory for stage in plan.stages if stage.memory is not None]
+    items = [
+        name
+        for name in _ITEMS
+        if name not in _RARE_ITEMS or any(getattr(each, name) for each in known)
+    ]
     table = make_table(
         f"Memory of one worker, with {plan.optimizer}'s state (--optimizer)",
         f"At its peak. Activations: what the backward passes need, {measured}.{note}",
-        *("stage", "para-\nmeters", "older\nversions", "optimizer\nstate", "gradients"),
-        *("activations", *(["re-\ncomputed"] if recomputing else [])),
-        *("received", "work-\nspace", "in all"),
+        *("stage", *(_ITEMS[name] for name in items), "in all"),
     )
     for stage in plan.stages:
         if stage.memory is not None:
-            items = stage.memory.model_dump()
-            if not recomputing:
-                del items["recomputed"]
-            sizes = map(show_bytes, items.values())
+            sizes = (show_bytes(getattr(stage.memory, name)) for name in items)
             table.add_row(str(stage.stage), *sizes, show_bytes(stage.memory_bytes))
     return table
 

@@ -93,7 +93,7 @@ def _message(memory: MemoryModel, request: Request) -> str:
     return (
         f"{lacking} {show_bytes(has)}: no plan fits; the closest needs"
         f" {show_bytes(needed)} in stage {position} of {len(closest.stages)}"
-        f" ({_describe(cuts, closest.stages[position])}): {_items(worker, room)}; {help}"
+        f" ({_describe(cuts, closest.stages[position])}): {_items(worker, request)}; {help}"
     )
 
 
@@ -211,16 +211,17 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
     return PlanningGraph.of(smaller, footprints, sharing=graph.sharing, groups=graph.groups)
 
 
-def _items(worker: WorkerMemory, room: float) -> str:
+def _items(worker: WorkerMemory, request: Request) -> str:
     """The items of a worker's memory in two groups, in words, and what is not its own."""
-    memory, count = worker.memory, worker.peak.in_flight
-    weights = memory.parameters + memory.weight_versions + memory.optimizer_state
+    memory, count, room = worker.memory, worker.peak.in_flight, request.room
+    weights = memory.weights + memory.gradients
     passing = memory.activations + memory.recomputed + memory.inputs + memory.workspace
+    passing += memory.allocator
     plural = "" if count == 1 else "es"
     return (
-        f"{show_bytes(weights + memory.gradients)} for weights, optimizer and gradients,"
+        f"{show_bytes(weights)} for weights, optimizer and gradients,"
         f" {show_bytes(passing)} for the activations of {count} minibatch{plural} in flight"
-        + (f", {show_bytes(room)} for CUDA and NCCL (--room)" if room else "")
+        + (f", {show_bytes(room)} for {request.room_for} (--room)" if room else "")
     )
 
 

@@ -110,6 +110,7 @@ class Outcome:
     schedules: tuple[ScheduleTime, ...] = ()
     rank_bytes: float | None = None
     room: float = 0.0
+    room_for: str = ""
     notes: tuple[str, ...] = ()
     user_split: bool = False
 
@@ -284,4 +285,5 @@ def outcome_of(
         memory=types.smallest_memory if types.memory_limited else None,
         measured=bool(request.footprints),
         room=request.room,
+        room_for=request.room_for,
     )

@@ -82,6 +82,7 @@ def unpriced_plan(
         lower_bound_seconds=0.0,
         one_worker_seconds=0.0,
         data_parallel_seconds=0.0,
+        process_bytes=None if request.process is None else request.room,
     )
     return DraftPlan.model_construct(
         graph=request.views.planned(request.graph),

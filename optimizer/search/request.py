@@ -18,9 +18,15 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import DraftPlan, PlannedGraph
-from pipedream.graph.profile import Footprint, Sharing, TrainingOverheads, Uncertainty
+from pipedream.graph.profile import (
+    Footprint,
+    ProfiledProcess,
+    Sharing,
+    TrainingOverheads,
+    Uncertainty,
+)
 from pipedream.optimizer.cost.device_types import DeviceTypes
-from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
+from pipedream.optimizer.cost.memory import READ_AHEAD, MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.models import CostModel
 from pipedream.optimizer.cost.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.cost.stages import Rules, StageOnDevices
@@ -104,6 +110,7 @@ class Request:
     - `sharing`: parameters that several nodes read, and learn together;
     - `split`: the stages, if they are given and only to be priced;
     - `room`: how many bytes of a device are not the model's;
+    - `process`: what a process holds beside its tensors, if that was measured;
     - `groups`: of nodes, that no plan cuts;
     - `hurried`: teams of many devices, which are searched as quickly as these;
     - `views`: what has been worked out of graphs, which requests made by `replace` share.
@@ -132,6 +139,7 @@ class Request:
     sharing: tuple[Sharing, ...] = ()
     split: Split | None = None
     room: float = 0.0
+    process: ProfiledProcess | None = None
     groups: tuple[tuple[str, ...], ...] = ()
     hurried: bool = False
     views: GraphViews = field(default_factory=GraphViews, repr=False, compare=False)
@@ -191,11 +199,20 @@ class Request:
     def _counted_overheads(self) -> TrainingOverheads | None:
         return self.overheads if self.model.counts_overheads else None
 
+    @cached_property
+    def _gaps(self) -> dict[str, tuple[float, float]]:
+        return {} if self.process is None else self.process.of_nodes(self.graph.order)
+
     @property
     def settings(self) -> TrainingSettings:
         batch = self.latency and self.latency.microbatches
         microbatches = self.microbatches or batch or MICROBATCHES
-        return TrainingSettings(self.schedule, self.optimizer, microbatches, self.weight_prediction)
+        settings = TrainingSettings(
+            self.schedule, self.optimizer, microbatches, self.weight_prediction
+        )
+        if self.process is None:
+            return settings
+        return replace(settings, gaps=self._gaps, read_ahead=READ_AHEAD)
 
     @property
     def device_types(self) -> DeviceTypes:
@@ -223,6 +240,11 @@ class Request:
     def allowed_cuts(self, downsets: Sequence[int]) -> Cuts:
         """Those of the downsets at which a stage may end."""
         return Cuts(self.planning, [downset for downset in downsets if self.allows(downset)])
+
+    @property
+    def room_for(self) -> str:
+        """Says whose `room` is."""
+        return "CUDA and NCCL" if self.process is None else "Python and torch"
 
     @property
     def left_for_model(self) -> float | None:

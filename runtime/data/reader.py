@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, Queue
 from typing import Any
@@ -111,13 +111,19 @@ class Reader:
     To a GPU each is copied one ahead: when the one before is asked for.
     """
 
-    def __init__(self, epoch: Epoch, minibatches: Sequence[int]) -> None:
+    def __init__(
+        self, epoch: Epoch, minibatches: Sequence[int], targets_only: bool = False
+    ) -> None:
+        """With `targets_only` no inputs are kept: who reads is in the last stage, and in no other
+        that reads them.
+        """
         self.last: tuple[int, Batch] | None = None
         self.ahead: dict[int, Batch | BaseException] = {}
         self.device, self.numbers = epoch.device, deque(minibatches)
         self.copies = DeviceCopies(self.device) if self.device.type == "cuda" else None
         self.coming_batch: ComingBatch | None = None
-        listed, workers = _Listed(epoch, minibatches), epoch.config.data_workers
+        listed = _Listed(epoch, minibatches, targets_only)
+        workers = epoch.config.data_workers
         self.close: Callable[[], None] = lambda: None
         if workers and minibatches:
             self.coming: Iterator[Batch | BaseException] = _by_processes(
@@ -204,6 +210,7 @@ class _Listed(TorchDataset[Any]):
 
     epoch: Epoch
     minibatches: Sequence[int]
+    targets_only: bool = False
 
     def __len__(self) -> int:
         return len(self.minibatches)
@@ -212,7 +219,8 @@ class _Listed(TorchDataset[Any]):
         if index >= len(self):
             raise IndexError(index)
         try:
-            return self.epoch.batch(self.minibatches[index])
+            batch = self.epoch.batch(self.minibatches[index])
+            return replace(batch, inputs=()) if self.targets_only else batch
         except UserError as error:
             return error
 

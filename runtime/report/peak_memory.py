@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
 
 import torch
+
+from pipedream.comm.device.memory import give_back_freed, reset_peak_resident, resident_bytes
 
 
 class PeakMemory:
@@ -19,7 +17,8 @@ class PeakMemory:
     other processes. Both are None on a CPU, where `bytes` is the resident memory of the process,
     without the files mapped into it, less what was resident when this was made and is none of the
     `tensors` that the rank had by then: the interpreter, torch, the dataset. What is freed and kept
-    (`keep_freed_memory`) counts, too.
+    (`keep_freed_memory`) counts, too. `process` is then all that was resident at most, also without
+    mapped files, of which the system can take memory back; None on a GPU.
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
@@ -27,23 +26,23 @@ class PeakMemory:
         self.bytes = 0
         self.reserved: int | None = None
         self.rest: int | None = None
+        self.process: int | None = None
         self.aside = 0
         if device.type == "cpu":
-            _give_back()
-            self.aside = _resident("RssAnon") - sum(tensor.nbytes for tensor in tensors)
+            give_back_freed()
+            self.aside = resident_bytes("RssAnon") - sum(tensor.nbytes for tensor in tensors)
 
     def begin(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            with suppress(OSError):  # Linux alone has a high-water mark that can be reset
-                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            reset_peak_resident()
 
     def now(self) -> int:
         """Returns the bytes at this moment."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        return max(0, _resident("RssAnon") - self.aside)
+        return max(0, resident_bytes("RssAnon") - self.aside)
 
     def end(self) -> None:
         """Ends a stretch: all figures are then the most since any `begin`."""
@@ -54,20 +53,7 @@ class PeakMemory:
             unknown = total - free - torch.cuda.memory_reserved(self.device)
             self.rest = max(self.rest or 0, unknown)
         else:
-            now = _resident("VmHWM") - _resident("RssFile") - self.aside
+            most = resident_bytes("VmHWM") - resident_bytes("RssFile")
+            self.process = max(self.process or 0, most)
+            now = most - self.aside
         self.bytes = max(self.bytes, now)
-
-
-def _give_back() -> None:
-    """Lets the allocator return what is free: the rest of the model that this rank has built."""
-    gc.collect()
-    with suppress(OSError, AttributeError):  # glibc's
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _resident(what: str) -> int:
-    """Returns bytes of the process: `RssAnon` and `RssFile` now, `VmHWM` the most of both."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{what}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(what)

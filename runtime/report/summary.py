@@ -119,6 +119,10 @@ def peak_memory(summary: Mapping[str, Any]) -> tuple[float, str]:
     fullest = max(summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])
     planned = fullest["predicted_memory_bytes"]
     more = f", planned {show_bytes(planned)}" if planned else ""
+    if fullest.get("process_memory_bytes") is not None:
+        process, expected = fullest["process_memory_bytes"], fullest["predicted_process_bytes"]
+        more += f"; the process held {show_bytes(process)}"
+        more += f", planned {show_bytes(expected)}" if expected else ""
     if fullest["reserved_memory_bytes"] is not None:
         reserved, rest = fullest["reserved_memory_bytes"], fullest["rest_of_gpu_bytes"]
         more += (

@@ -30,10 +30,10 @@ print(faults())
 PAGES = 4 * (12 << 20) // 4096
 
 
-def pages_fetched(**environment: str) -> int:
+def pages_fetched(script: str = SCRIPT, **environment: str) -> int:
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env=kept | environment,
         capture_output=True,
         text=True,
@@ -41,6 +41,16 @@ def pages_fetched(**environment: str) -> int:
         timeout=60,
     )
     return int(done.stdout)
+
+
+@pytest.mark.thorough
+def test_before_training_freed_blocks_go_back_to_the_system_at_once() -> None:
+    script = SCRIPT.replace("keep_freed_memory", "return_freed_memory")
+    assert pages_fetched(script) > PAGES / 2
+    # Then training begins: what it frees is kept again.
+    both = script.replace("\n\ndef", "\nkeep_freed_memory()\n\ndef")
+    both = both.replace("import return", "import keep_freed_memory, return")
+    assert pages_fetched(both) < PAGES / 10
 
 
 @pytest.mark.thorough

@@ -94,7 +94,8 @@ class Costs:
             parts = {"never": [1], "auto": [1, replicas], "always": [replicas]}[zero]
             tried = [*product(ways[:1], parts), *product(ways[1:], parts[-1:])]
             for again, part in tried:
-                held = self.worker_memory(start, end, in_flight, schedule, again, states / part)
+                copies = states / part + (replicas > 1)  # replicas add gradients up in buckets
+                held = self.worker_memory(start, end, in_flight, schedule, again, copies)
                 if held <= (memory[i] if isinstance(memory, list) else memory):
                     break
             else:
@@ -121,11 +122,11 @@ class Costs:
         seconds = {stage: time / speed for (stage, time), speed in pairs}
         return self.time(len(self.machines) - 1, plan, seconds)
 
-    def worker_memory(self, start, end, in_flight, schedule, again=False, states=0):
+    def worker_memory(self, start, end, in_flight, schedule, again=False, copies=0):
         """Without measured footprints: a node saves its outputs and needs its gradients."""
         stashing = schedule == "weight-stashing"
         weights = self.parameters(end - start)
-        held = weights * (1 + states) + (in_flight - 1) * weights * stashing
+        held = weights * (1 + copies) + (in_flight - 1) * weights * stashing
         held += (in_flight + 1) * self.read(start, end) + self.across(end)
         held += 0 if again else (in_flight - 1) * self.outputs(end - start)
         inside = [name for name in self.nodes if name in end - start]

@@ -13,7 +13,7 @@ from profiled import profile_of
 from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.graph.measured_run import read_measured, write_measured
 from pipedream.graph.model import format_graph, read_graph
-from pipedream.graph.plan import PlanningOptions
+from pipedream.graph.plan import PlanningOptions, StageMemory
 from pipedream.graph.profile import TrainingOverheads, write_profile
 from pipedream.optimizer.calibrate.price_plan import Price, price_plan
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
@@ -61,6 +61,31 @@ def test_a_stage_twice_as_slow_moves_the_cut(chain, plan, tmp_path):
     assert verdict.words.startswith(
         f"The best plan now is 33.3% faster than the plan of {tmp_path}: 6 ms in place of 8 ms per"
     )
+
+
+def test_gaps_of_all_ranks_are_compared_with_those_planned(plan, tmp_path):
+    """Planned are 70 MB in stage 0 and 30 in stage 1, beside 300 and 50 MB of tensors."""
+    sizes = dict.fromkeys(StageMemory.model_fields, 0.0)
+    large = {"parameters": 1e8, "activations": 1.5e8, "inputs": 5e7, "allocator": 7e7}
+    small = {"activations": 5e7, "allocator": 3e7}
+    held = [
+        stage.model_copy(update={"memory": StageMemory(**sizes | memory)})
+        for stage, memory in zip(plan.stages, (large, small), strict=True)
+    ]
+    run = measured(plan.model_copy(update={"stages": tuple(held)}), [(8, 0), (4, 0)])
+
+    def gaps(*peaks, **changes):
+        ranks = [
+            rank.model_copy(update={"peak_memory_bytes": peak})
+            for rank, peak in zip(run.ranks, peaks, strict=True)
+        ]
+        changed = run.model_copy(update={"ranks": tuple(ranks), **changes})
+        return CalibrationRun(tmp_path, changed).gaps
+
+    assert gaps(4.2e8, 8e7) == pytest.approx(1.5)
+    assert gaps(2.5e8, 5e7) == 0
+    assert gaps(4.2e8, 8e7, device="cuda") is None
+    assert gaps(None, None) is None
 
 
 def test_forward_and_backward_are_corrected_apart(chain, plan, tmp_path):

@@ -13,7 +13,7 @@ from profiled import MACHINE, profile, profile_of
 
 from pipedream.graph.model import format_graph, read_graph
 from pipedream.graph.plan import read_plan
-from pipedream.graph.profile import write_profile
+from pipedream.graph.profile import ProfiledProcess, write_profile
 from pipedream.optimizer.cli.command import main, typed_options
 from pipedream.optimizer.cli.output import next_step
 from pipedream.optimizer.cli.task import make_task
@@ -68,12 +68,19 @@ def test_how_backward_passes_divide_comes_from_the_profile(tmp_path):
         assert node.backward_input_seconds == pytest.approx(graph.nodes[name].backward_seconds / 2)
 
 
-def _profiled_on(device, folder):
+_NAMES = read_graph(TRANSLATION).order
+PROCESS = ProfiledProcess(
+    baseline_bytes=10**9, gaps={_NAMES[1]: (0.25, 0.25), _NAMES[len(_NAMES) // 2]: (1.0, 1.0)}
+)
+
+
+def _profiled_on(device, folder, process=None):
     graph = read_graph(TRANSLATION)
     (folder / "graph.txt").write_text(format_graph(graph))
     machine = MACHINE.model_copy(update={"device": device})
     write_profile(
-        profile_of(graph).model_copy(update={"machine": machine}), folder / "profile.json"
+        profile_of(graph).model_copy(update={"machine": machine, "process": process}),
+        folder / "profile.json",
     )
     return folder / "graph.txt"
 
@@ -94,6 +101,38 @@ def test_not_all_of_a_gpu_is_for_the_model(tmp_path, device, options, left):
     main.parse_args(context, [str(path), *LEVELS, "--memory", "6GB", *options])
     request = make_task(typed_options(context)).request
     assert request.device_types.smallest_memory == request.left_for_model == left
+
+
+@pytest.mark.parametrize(
+    ("options", "left", "measured"),
+    [
+        ((), 5e9, True),
+        (("--room", "2GB"), 4e9, True),
+        (("--speed", "0.5"), 5e9, True),
+        (("--speed", "1000"), 6e9, False),  # no such device: what is true of this allocator is not
+    ],
+)
+def test_a_process_takes_what_was_measured_of_each_device(tmp_path, options, left, measured):
+    context = click.Context(main)
+    path = _profiled_on("cpu", tmp_path, PROCESS)
+    main.parse_args(context, [str(path), *LEVELS, "--memory", "6GB", *options])
+    request = make_task(typed_options(context)).request
+    assert request.left_for_model == left
+    gaps = {(0.25, 0.25), (1.0, 1.0)} if measured else set()
+    assert set(request.settings.gaps.values()) == gaps
+    assert request.settings.read_ahead == (2 if measured else 0)
+
+
+def test_the_plan_says_what_a_process_holds(tmp_path):
+    path = _profiled_on("cpu", tmp_path, PROCESS)
+    done = pd_optimize(path, *LEVELS, "-o", tmp_path / "out")
+    report = " ".join(done.stdout.split())
+    assert "1 GB more of each device are for Python and torch (--room)." in report
+    plan = read_plan(tmp_path / "out" / "plan.json")
+    assert plan.predicted.process_bytes == 10**9
+    for stage in plan.stages:
+        assert stage.memory.passing / 4 <= stage.memory.allocator <= stage.memory.passing
+        assert stage.memory_bytes == pytest.approx(stage.memory.total)
 
 
 def test_what_is_not_the_models_stands_in_the_report_and_the_errors(tmp_path):

@@ -148,7 +148,9 @@ def test_it_goes_with_levels_schedules_orders_and_meshes(folder: Path) -> None:
 
 
 def test_a_plan_that_does_not_fit_is_written_and_says_so(folder: Path) -> None:
-    plan, out = planned(folder, "--split", "7", "--memory", "3kB", "--recompute", "never")
+    plan, out = planned(
+        folder, "--split", "7", "--memory", "3kB", "--room", "0", "--recompute", "never"
+    )
     assert plan.stages[0].memory_bytes > 3_000
     assert "Does not fit: stage 0 needs" in out
     _, out = planned(folder, "--split", "7", "--memory", "1GB")

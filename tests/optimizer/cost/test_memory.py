@@ -11,7 +11,7 @@ from pipedream.graph.choices import SCHEDULES
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import Footprint
 from pipedream.optimizer.cost import memory
-from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
+from pipedream.optimizer.cost.memory import HeldBytes, MemoryModel, Replicas, TrainingSettings
 from pipedream.optimizer.cost.stage_cost import MemoryLimit
 from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
@@ -53,11 +53,52 @@ def test_weight_stashing_keeps_a_version_for_each_minibatch(graph):
         "weight_versions": 2 * 11,
         "optimizer_state": 2 * 11,
         "gradients": 0,
+        "buckets": 0,
         "activations": 3 * 120,
         "recomputed": 0,
         "inputs": 120,  # the gradients of what the stage has sent: of a's output and b's
         "workspace": 10,
+        "allocator": 0,
     }
+
+
+def test_what_passes_allocate_takes_more_of_a_device_and_weights_do_not(graph):
+    plain = items(MemoryModel(cuts_of(graph), TrainingSettings("2bw", "adam")), 0, 2, 3)
+    settings = TrainingSettings("2bw", "adam", gaps={"a": (0.25, 0.25), "b": (0.25, 0.25)})
+    found = items(MemoryModel(cuts_of(graph), settings), 0, 2, 3)
+    passing = ("gradients", "activations", "inputs", "workspace")
+    assert found == plain | {"allocator": sum(plain[name] for name in passing) / 4}
+
+
+def test_the_allocators_share_of_a_stage_is_the_mean_of_its_nodes(graph):
+    """By what they save and learn: 101 bytes of a, 30 of b, 3 of c, which has no gaps. What waits
+    for its turn leaves half of those that the oldest minibatch leaves.
+    """
+    plain = MemoryModel(cuts_of(graph), TrainingSettings("2bw", "adam"))
+    gaps = {"a": (2.0, 1.0), "b": (0.5, 0.25)}
+    held = MemoryModel(plain.cuts, TrainingSettings("2bw", "adam", gaps=gaps))
+    for start, end, saved, share in (
+        (0, 1, 100, 2.0),
+        (0, 2, 120, (2 * 101 + 0.5 * 30) / 131),
+        (1, 2, 20, 0.5),
+        (2, 3, 6, 0.0),
+    ):
+        for recompute in (False, True):
+            found, without = (items(each, start, end, 3, recompute) for each in (held, plain))
+            waiting = without["inputs"] + (0 if recompute else 2 * saved)
+            passing = ("gradients", "activations", "recomputed", "inputs", "workspace")
+            oldest = sum(without[name] for name in passing) - waiting
+            assert found["allocator"] == pytest.approx(share * (oldest + waiting / 2))
+            assert found == without | {"allocator": found["allocator"]}
+
+
+def test_minibatches_read_ahead_are_those_of_the_stages_that_read_an_input(make_graph):
+    graph = make_graph("in a b", "in-a a-b", a=(1, 5, 30), b=(1, 45, 7))
+    graph = graph.with_nodes([Node(id="in", description="Input0")])
+    kept = {"in": Footprint(0, 0, 9), "a": Footprint(1000, 33), "b": Footprint(200, 44)}
+    held = MemoryModel(cuts_of(graph, kept), TrainingSettings(read_ahead=2))
+    assert items(held, 0, 1, 2)["inputs"] == (3 + 2) * 9 + 5
+    assert items(held, 1, 2, 1)["inputs"] == 2 * 5
 
 
 def test_flush_keeps_one_version_and_gradients_all_the_time(graph):
@@ -169,17 +210,26 @@ def test_predicted_weights_stand_beside_the_newest_and_the_last_step(graph):
 
 def test_replicas_divide_the_optimizers_state_and_nothing_else(graph):
     held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
-    plain, divided = held.of(0, 2, Peak(3, 3), False), held.of(0, 2, Peak(3, 3), False, 4)
+    plain, divided = (held.of(0, 2, Peak(3, 3), False, Replicas(4, parts)) for parts in (1, 4))
     assert divided == plain.model_copy(update={"optimizer_state": 2 * 11 / 4})
-    each = held.total(0, slice(2, 4), Peak(3, 3), False, np.array([4, 1]))
-    assert each.tolist() == [divided.total, held.of(0, 3, Peak(3, 3), False).total]
+    each = held.total(0, slice(2, 4), Peak(3, 3), False, Replicas(4, np.array([4, 1])))
+    assert each.tolist() == [divided.total, held.of(0, 3, Peak(3, 3), False, Replicas(4)).total]
+
+
+def test_replicas_add_their_gradients_up_in_buckets(graph):
+    """As many bytes again as the parameters, all the time."""
+    held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
+    alone, several = (held.of(0, 2, Peak(3, 3), False, Replicas(number)) for number in (1, 4))
+    assert several == alone.model_copy(update={"buckets": 11})
+    assert held.total(0, slice(2, 3), Peak(3, 3), False, Replicas(4)) == [several.total]
+    assert HeldBytes.of(several, Peak(3, 3)).always == HeldBytes.of(alone, Peak(3, 3)).always + 11
 
 
 def test_the_state_is_divided_before_a_stage_recomputes(graph):
     """Of a stage alone, without replicas, there is nothing to divide."""
     held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
     plain, divided, both = (
-        held.total(0, slice(2, 3), Peak(2, 2), recompute, parts)[0]
+        held.total(0, slice(2, 3), Peak(2, 2), recompute, Replicas(2, parts))[0]
         for recompute, parts in ((False, 1), (False, 2), (True, 2))
     )
     assert both < divided < plain
@@ -193,9 +243,10 @@ def test_the_state_is_divided_before_a_stage_recomputes(graph):
     ):
         limit = MemoryLimit(some, held, "auto", zero)
         asked = 0, slice(2, 3), Peak(2, 2), False
-        parts = limit.state_parts(*asked, 2)
-        fits, seconds = limit.choose(*asked, parts)
-        recompute = limit.chosen(0, 2, Peak(2, 2), False, int(np.ravel(parts)[0]))
-        assert (*np.ravel(parts), *fits, recompute) == expected, (some, zero)
+        of = limit.replicas(*asked, 2)
+        fits, seconds = limit.choose(*asked, of)
+        own = Replicas(2, int(np.ravel(of.parts)[0]))
+        recompute = limit.chosen(0, 2, Peak(2, 2), False, own)
+        assert (own.parts, *fits, recompute) == expected, (some, zero)
         assert (seconds[0] > 0) == (fits[0] and recompute), (some, zero)
-        assert limit.state_parts(*asked, 1) == 1
+        assert limit.replicas(*asked, 1) == (1, 1)

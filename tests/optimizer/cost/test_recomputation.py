@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import Footprint
-from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
+from pipedream.optimizer.cost.memory import MemoryModel, Replicas, TrainingSettings
 from pipedream.optimizer.cost.recomputation import Offloaded, Recomputable
 from pipedream.optimizer.cost.stage_cost import MemoryLimit
 from pipedream.optimizer.cuts.downsets import Cuts
@@ -114,18 +114,20 @@ def test_what_the_search_assumes_can_be_had(chain, in_flight, share, last, repli
     """
     graph = planning(chain, parameters=4.0)
     cuts = Cuts(graph, [(1 << end) - 1 for end in range(len(graph) + 1)])
-    memory, peak = MemoryModel(cuts, TrainingSettings("flush", "adam")), Peak(in_flight, 1)
+    gaps = dict.fromkeys(graph.names[::2], (0.5, 0.25))
+    memory = MemoryModel(cuts, TrainingSettings("flush", "adam", gaps=gaps))
+    peak = Peak(in_flight, 1)
     for start in range(0, len(graph), 2):
         ends = slice(start + 1, len(graph) + 1)
         plain = memory.total(start, ends, peak, False)
         limit = MemoryLimit(float(plain.max() * share), memory, "auto", "auto", selective=True)
-        parts = limit.state_parts(start, ends, peak, last, replicas)
-        fits, seconds = limit.choose(start, ends, peak, last, parts)
-        whole = MemoryLimit(limit.bytes, memory, "whole").choose(start, ends, peak, last, parts)
+        of = limit.replicas(start, ends, peak, last, replicas)
+        fits, seconds = limit.choose(start, ends, peak, last, of)
+        whole = MemoryLimit(limit.bytes, memory, "whole").choose(start, ends, peak, last, of)
         assert (fits | ~whole[0]).all(), "nothing that fitted is lost"
         assert (seconds[whole[0]] <= whole[1][whole[0]] + 1e-9).all()
         for place, end in enumerate(range(start + 1, len(graph) + 1)):
-            own = int(np.broadcast_to(parts, fits.shape)[place])
+            own = Replicas(replicas, int(np.broadcast_to(of.parts, fits.shape)[place]))
             chosen = limit.chosen(start, end, peak, last, own)
             items = memory.of(start, end, peak, chosen, own)
             if not fits[place]:
@@ -161,15 +163,15 @@ def test_the_state_is_divided_before_single_nodes_run_again_or_move():
     graph = planning([(1, 8, 8), (3, 8, 8), (1, 8, 8), (1, 0, 8)], parameters=4.0)
     memory = MemoryModel(Cuts(graph, [0, 15]), TrainingSettings("flush", "adam"))
     peak, ends, divided = Peak(3, 1), slice(1, 2), (1 - 1 / 2) * 2 * 4 * 4.0
-    plain = float(memory.total(0, ends, peak, False)[0])
+    plain = float(memory.total(0, ends, peak, False, Replicas(2))[0])
     for way in (
-        lambda *parts: memory.without_classes(0, ends, peak, 0, *parts)[0],
-        lambda *parts: memory.offloaded(0, ends, peak, *parts)[0],
-        lambda *parts: memory.of(0, 1, peak, (0,), *parts).total,
-        lambda *parts: memory.of(0, 1, peak, Offloaded(0.0), *parts).total,
+        lambda parts: memory.without_classes(0, ends, peak, 0, Replicas(2, parts))[0],
+        lambda parts: memory.offloaded(0, ends, peak, Replicas(2, parts))[0],
+        lambda parts: memory.of(0, 1, peak, (0,), Replicas(2, parts)).total,
+        lambda parts: memory.of(0, 1, peak, Offloaded(0.0), Replicas(2, parts)).total,
     ):
-        assert way() < plain
-        assert way(2) == way() - divided
+        assert way(1) < plain
+        assert way(2) == way(1) - divided
     for some, zero, expected in (
         (plain, "auto", (1, False)),
         (plain - divided, "auto", (2, False)),
@@ -178,10 +180,11 @@ def test_the_state_is_divided_before_single_nodes_run_again_or_move():
         (plain - 1, "never", (1, (0,))),
     ):
         limit = MemoryLimit(some, memory, "auto", zero, selective=True)
-        parts = limit.state_parts(0, ends, peak, False, 2)
-        fits, seconds = limit.choose(0, ends, peak, False, parts)
-        again = limit.chosen(0, 1, peak, False, int(np.ravel(parts)[0]))
-        assert (int(np.ravel(parts)[0]), again) == expected, (some, zero)
+        of = limit.replicas(0, ends, peak, False, 2)
+        fits, seconds = limit.choose(0, ends, peak, False, of)
+        own = Replicas(2, int(np.ravel(of.parts)[0]))
+        again = limit.chosen(0, 1, peak, False, own)
+        assert (own.parts, again) == expected, (some, zero)
         assert fits[0]
         assert (seconds[0] > 0) == bool(again)
 

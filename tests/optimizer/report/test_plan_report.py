@@ -37,7 +37,7 @@ def test_a_row_for_each_stage_and_the_comparison(make_graph):
     lines = report(graph, (3,))
     assert lines[0] == "data parallelism 133.3 ms this plan is 8.89 times as fast"
     assert "2 stages on 3 of 3 devices (3), weight-stashing, cost model paper" in lines
-    assert "0 1 a Linear 30 ms 2 15 ms compute 2 303 kB" in lines
+    assert "0 1 a Linear 30 ms 2 15 ms compute 2 304 kB" in lines
     assert "1 2 b Linear ... c Linear 10 ms 1 10 ms compute 1 200 MB" in lines
     assert "0 1 kB 1 kB 0 B 0 B 200 kB 100 kB 1 kB 303 kB" in lines
     assert "Memory of one worker, with sgd's state (--optimizer)" in lines

@@ -19,6 +19,7 @@ from torch import Tensor
 from training import losses, run_jobs, weights
 
 from pipedream.capture.export import capture
+from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.data.reader import DataLost, Epoch, Reader
 from pipedream.runtime.run.job import Job
@@ -51,7 +52,7 @@ class Plain(Deadly):
         return torch.zeros(2), 0
 
 
-def reader(dataset: Deadly, data_workers: int) -> Reader:
+def reader(dataset: Deadly, data_workers: int, targets_only: bool = False) -> Reader:
     config = RunConfig(
         format="pipedream-run/1",
         model=Factory(source="a:b"),
@@ -60,7 +61,17 @@ def reader(dataset: Deadly, data_workers: int) -> Reader:
         data_workers=data_workers,
     )
     epoch = Epoch(dataset, config, 0, torch.device("cpu"), draws=False, order=range(8))
-    return Reader(epoch, range(8))
+    return Reader(epoch, range(8), targets_only)
+
+
+@pytest.mark.parametrize("data_workers", [0, 1])
+def test_a_rank_that_reads_targets_alone_keeps_no_inputs(data_workers: int) -> None:
+    """The last stage kept the images of four minibatches, of which it reads none."""
+    with reader(Plain(), data_workers, targets_only=True) as data:
+        assert data.target(0).tolist() == [0]
+        assert data.peek(1).inputs == ()
+        with pytest.raises(UserError):
+            data.inputs(1, [0])
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ assert abs(meter.bytes - 64 * MB) < 4 * MB, meter.bytes
 meter.begin()
 meter.end()
 assert abs(meter.bytes - 88 * MB) < 4 * MB, f"{meter.bytes}: what is still there counts, too"
+assert meter.process > meter.aside + 88 * MB, "with Python, torch and mapped files"
 """
 
 
@@ -82,3 +83,4 @@ def test_on_a_cpu_nothing_is_said_of_a_gpu() -> None:
     meter.begin()
     meter.end()
     assert (meter.reserved, meter.rest) == (None, None)
+    assert meter.process is not None

@@ -44,6 +44,7 @@ def plan_json() -> dict[str, Any]:
     inputs = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"]}
     memory = {"parameters": 8.0, "weight_versions": 8.0, "optimizer_state": 16.0, "gradients": 8.0}
     memory |= {"activations": 20.0, "recomputed": 0.0, "inputs": 3.0, "workspace": 1.0}
+    memory |= {"buckets": 0.0, "allocator": 0.0}
     figures = {"compute_seconds": 0.5, "parameter_bytes": 8.0, "memory_bytes": 64.0}
     figures |= {"memory": memory, "zero": False, "offload": False}  # type: ignore[dict-item]
     return {
