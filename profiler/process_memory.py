@@ -101,9 +101,9 @@ def _gaps(
     kept: Mapping[str, Footprint],
     count: int,
 ) -> tuple[float, float]:
-    """Returns what so many passes of these nodes take more than they need, relative to that: with one
-    minibatch in flight, and for each further one. `values` are those of earlier nodes; what these
-    nodes give is added.
+    """Returns what `count` passes of these nodes take more than they need, relative to that: with
+    one minibatch in flight, and for each further one. `values` are those of earlier nodes; what
+    these nodes give is added.
     """
     passes = _Passes(captured, nodes, values)
     needed, more = [], []

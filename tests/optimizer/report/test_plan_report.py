@@ -39,7 +39,7 @@ def test_a_row_for_each_stage_and_the_comparison(make_graph):
     assert "2 stages on 3 of 3 devices (3), weight-stashing, cost model paper" in lines
     assert "0 1 a Linear 30 ms 2 15 ms compute 2 304 kB" in lines
     assert "1 2 b Linear ... c Linear 10 ms 1 10 ms compute 1 200 MB" in lines
-    assert "0 1 kB 1 kB 0 B 0 B 200 kB 100 kB 1 kB 303 kB" in lines
+    assert "0 1 kB 1 kB 0 B 0 B 1 kB 200 kB 100 kB 1 kB 304 kB" in lines
     assert "Memory of one worker, with sgd's state (--optimizer)" in lines
     assert "in closed form 15 ms stage 0, the slowest, is limited by compute" in lines
     assert "simulated - too long to simulate for 3 workers" in lines
