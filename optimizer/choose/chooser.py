@@ -229,15 +229,27 @@ def priced_outcome(request: Request, best: Trial, bound: float) -> Outcome:
     return outcome if in_a_run is None else in_a_run.noted_in(outcome)
 
 
+def _data_parallel_seconds(
+    request: Request, best: Trial, plan: Plan, trials: PlacedTrials
+) -> float | None:
+    """What data parallelism takes in a run, which may be the plan itself; None if not known."""
+    division = data_parallel(request)
+    known = plan.predicted.expected_seconds_per_minibatch
+    if best.division._replace(slack=0) == division and known is not None:
+        return known
+    whole = trials.tried(division)
+    of_whole = None if whole is None or request.hurried else expected(whole.plan, request)
+    return None if of_whole is None else of_whole.seconds
+
+
 def _outcome(request: Request, best: Trial, trials: PlacedTrials) -> Outcome:
     bound = lower_bound(request)
     outcome = replace(priced_outcome(request, best, bound), considered=trials.plans)
     plan = outcome.plan
     figures: dict[str, object] = {}
-    whole = trials.tried(data_parallel(request))
-    of_whole = None if whole is None or request.hurried else expected(whole.plan, request)
-    if of_whole is not None:
-        figures["data_parallel_seconds"] = of_whole.seconds
+    seconds = _data_parallel_seconds(request, best, plan, trials)
+    if seconds is not None:
+        figures["data_parallel_seconds"] = seconds
     if request.latency is not None:
         batch, predicted = request.latency.microbatches, plan.predicted
         figures |= {

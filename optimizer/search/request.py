@@ -295,10 +295,15 @@ class Request:
         return Workload.of(plan, policy, self.graph, self.update_rate, self.overheads)
 
     def simulate(
-        self, plan: DraftPlan, most_moves: int = QUICK_MOVES, noise: Noise | None = None
+        self,
+        plan: DraftPlan,
+        most_moves: int = QUICK_MOVES,
+        noise: Noise | None = None,
+        rough: bool = False,
     ) -> Simulation | None:
         """As `simulate_plan`, with the times of this request."""
-        return simulate_plan(plan, self.graph, self.update_rate, self.overheads, most_moves, noise)
+        given = plan, self.graph, self.update_rate, self.overheads
+        return simulate_plan(*given, most_moves, noise, rough)
 
     def closed_form(self, plan: DraftPlan, policy: Policy) -> ClosedForm:
         ranks = [stage.ranks for stage in plan.stages]

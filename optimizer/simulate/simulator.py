@@ -78,14 +78,16 @@ def simulate_plan(
     overheads: TrainingOverheads | None = None,
     most_moves: int = MOST_MOVES,
     noise: Noise | None = None,
+    rough: bool = False,
 ) -> Simulation | None:
     """Simulates `plan` with the times of `graph`; None if that takes more than `most_moves`.
 
     Rounds have as many microbatches as the plan was made for. Very long rounds of flush are
-    extrapolated from shorter ones (long_rounds.py), if there is no `noise`.
+    extrapolated from shorter ones (long_rounds.py), if there is no `noise`. `rough` as in
+    `simulate_work`.
     """
     workload = Workload.of(plan, policy(_spec(plan)), graph, update_rate, overheads)
-    return simulate_work(plan, workload, most_moves, noise)
+    return simulate_work(plan, workload, most_moves, noise, rough)
 
 
 def _spec(plan: DraftPlan) -> PipelineSpec:

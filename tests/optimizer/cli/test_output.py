@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from commands import typed
 from pipedream.graph.model import read_graph
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.units import show_seconds
+from pipedream.optimizer.report.tables import show_meshes
 
 OPTIONS = ("--machines", "4", "--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2")
 
@@ -33,7 +35,9 @@ def simulated(plan: Plan) -> float:
 @pytest.mark.slow
 def test_the_timeline_has_all_devices_of_a_mesh(perceptron: Path) -> None:
     """The devices of a worker do the same at the same time."""
-    plan, said = planned(perceptron, "drawn", "--mesh", "2", "--straight", "--timeline")
+    nodes = read_graph(perceptron / "graph.txt").order
+    split = "--split", nodes[len(nodes) // 2]
+    plan, said = planned(perceptron, "drawn", "--mesh", "2", *split, "--timeline")
     assert "timeline.png, timeline.json, memory.png" in said
     assert [stage.ranks for stage in plan.stages] == [(0, 1), (2, 3)]
     events = json.loads((perceptron / "drawn/timeline.json").read_text())["traceEvents"]
@@ -74,11 +78,13 @@ def test_plans_on_meshes_are_compared_with_others(perceptron: Path) -> None:
 
 @pytest.mark.slow
 def test_all_meshes_that_were_tried_are_compared(perceptron: Path) -> None:
-    _, _ = planned(perceptron, "every", "--compare")
+    plan, said = planned(perceptron, "every", "--compare", "--intra-op", "exact")
     frame = pd.read_csv(perceptron / "every/compare.csv", keep_default_na=False)
-    tried = {"", "2", "4", "2 x 2"}
-    assert set(frame["mesh"]) <= tried
-    assert len(set(frame["mesh"])) > 2
+    (line,) = (each for each in said.splitlines() if "meshes" in each and "ms" in each)
+    tried = re.findall(r"(\d+(?: x \d+)?): [\d.]+ [mu]?s", line)
+    assert tried
+    own = {show_meshes(plan)} - {""}
+    assert set(frame["mesh"]) == {"", *tried} | own
 
 
 @pytest.mark.slow
