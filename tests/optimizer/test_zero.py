@@ -68,8 +68,8 @@ def test_a_faster_device_gathers_no_faster():
 
 
 def wide(make_graph, **changes):
-    """A request for two devices, where a whole copy of the weights with Adam's state takes 5.4 kB,
-    with half of the state 4.2, and a stage of half of the weights 2.5.
+    """A request for two devices, where a whole copy of the weights with Adam's state and buckets
+    takes 6.6 kB, with half of the state 5.4, and a stage of half of the weights 2.5.
     """
     graph = make_graph("a b", "a-b", a=(30, 10, 600), b=(30, 10, 600))
     cluster = Cluster(machines=(2,), bandwidth=(1e9,))
@@ -78,7 +78,7 @@ def wide(make_graph, **changes):
 
 
 def test_it_is_done_where_memory_asks_and_nowhere_else(make_graph):
-    """Data parallelism is fastest; whole it needs 4.8 kB of weights, gradients and state."""
+    """Data parallelism is fastest; whole it needs 6 kB of weights, gradients, state and buckets."""
     free = best_plan(wide(make_graph)).plan
     assert (free.replicas, free.stages[0].zero) == ((2,), False)
     needed = free.stages[0].memory_bytes
@@ -103,14 +103,14 @@ def test_it_is_a_remedy_where_nothing_fits(make_graph, goal):
         Cluster(machines=(2,), bandwidth=(1e9,)),
         PaperCost(),
         "flush",
-        memory=4.5e6,
+        memory=5.5e6,
         optimizer="adam",
         zero=goal,
     )
     if goal == "auto":
         (stage,) = optimize(request).plan.stages
         assert stage.zero
-        assert stage.memory_bytes <= 4.5e6
+        assert stage.memory_bytes <= 5.5e6
         return
     with pytest.raises(UserError, match=r"give at least --memory \d+kB or --zero auto$"):
         optimize(request)
@@ -188,13 +188,13 @@ def test_the_bound_holds_and_no_stage_holds_more_than_it_may(graph, devices, sch
 
 @pytest.mark.parametrize("latency", [None, Latency(400)])
 def test_replicas_on_all_levels_divide_the_state(make_graph, latency):
-    """The whole model on 2 x 2 devices needs 3.6 kB with a quarter of the state, with half 4.2."""
+    """The whole model on 2 x 2 devices needs 4.8 kB with a quarter of the state, with half 5.4."""
     graph = make_graph("a b", "a-b", a=(40, 10, 600), b=(20, 10, 600))
     cluster = Cluster(machines=(2, 2), bandwidth=(1e9, 1e9))
     request = Request(
         *(graph, cluster, PaperCost(), "flush"),
         latency=latency,
-        memory=3900,
+        memory=5100,
         optimizer="adam",
         zero="auto",
     )
