@@ -100,7 +100,7 @@ def _profile_at(options: Mapping[str, Any], sequence: int | None, output: Path) 
     with without_collecting() if estimated else nullcontext():
         measured = measure_at(options["batch_size"])
         written = write_files(measured, output)
-    print_report(measured.profile, options["sort"], options["top"])
+        print_report(measured.profile, options["sort"], options["top"])
     if measured.undivided:
         click.echo(f"Not divisible: {measured.undivided}")
     click.echo(f"Written: {written}")
