@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ def without_collecting() -> Iterator[None]:
     """Looks for no garbage inside: those who build large graphs keep nearly all they make."""
     was_enabled = gc.isenabled()
     gc.disable()
+    atexit.register(gc.freeze)  # nor in what is still there when the process ends
     try:
         yield
     finally:
