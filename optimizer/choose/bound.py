@@ -96,14 +96,18 @@ def lower_bound(request: Request) -> float:
     return optimize(relaxed, _MOST_CUTS).plan.predicted.lower_bound_seconds
 
 
-def shared_out(request: Request) -> float:
-    """Seconds per minibatch of all work, shared out evenly among the devices."""
+def shared_out(request: Request, passes: float | None = None) -> float:
+    """Seconds per minibatch of all work, shared out evenly among the devices; `passes`: what those
+    of all nodes take on one [default: as in the graph].
+    """
     cluster = request.cluster
     speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
-    return (float(request.planning.compute_seconds.sum()) + least_overhead(request)) / speeds
+    if passes is None:
+        passes = float(request.planning.compute_seconds.sum())
+    return (passes + _least_overhead(request)) / speeds
 
 
-def least_overhead(request: Request) -> float:
+def _least_overhead(request: Request) -> float:
     """Seconds of a minibatch's calls, sums of gradients and updates that all devices together take
     at least, however they share the model: it is called once, each part of a parameter is updated
     by one of them, and a worker of all that are replicas has fewest minibatches to add up.

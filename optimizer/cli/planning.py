@@ -130,9 +130,10 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     worth = _WORTH_SOLVING if options.intra_op == "auto" else _WORTH_A_MESH
     hopeful = _HOPEFUL if task.request.has_many_devices else 1.0
     largest = inf
-    for mesh in meshes(task.request.cluster) if are_alike(task.request.cluster) else ():
-        if least >= alone * worth:
-            return _not_divided(best, least)
+    possible = list(meshes(task.request.cluster)) if are_alike(task.request.cluster) else []
+    if possible and least >= alone * worth:
+        return _not_divided(best, least)
+    for mesh in possible:
         if device_count(mesh) >= largest:
             continue
         with suppress(UserError):  # nothing to divide, or too little memory

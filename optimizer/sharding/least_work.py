@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from pipedream.graph.placements.operators import Operator, OperatorProfile, TensorType, flops
-from pipedream.optimizer.choose.bound import least_overhead
+from pipedream.optimizer.choose.bound import shared_out
 from pipedream.optimizer.search.request import Request
 from pipedream.sharding.local_times import LocalTimes
 
@@ -25,14 +25,12 @@ def least_seconds(request: Request, profile: OperatorProfile) -> float:
     sums of gradients and updates, of which each part of a parameter has at least one. `request`:
     for single devices.
     """
-    cluster, graph = request.cluster, request.graph
-    speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
-    shares = _node_shares(profile, request.cluster.machines[0])
+    graph, shares = request.graph, _node_shares(profile, request.cluster.machines[0])
     seconds = (
         graph.nodes[name].compute_seconds * shares.get(name, 1.0)
         for name in request.planning.position
     )
-    return (sum(seconds) + least_overhead(request)) / speeds
+    return shared_out(request, sum(seconds))
 
 
 def _node_shares(profile: OperatorProfile, devices: int) -> dict[str, float]:
