@@ -139,7 +139,8 @@ class OptimizerConfig(ArtifactModel):
 
 
 class AsynchronousConfig(ArtifactModel):
-    """Corrections for gradients of weights that have changed since; weight stashing only.
+    """Corrections for gradients of weights that have changed since: weight stashing, and of
+    `error_feedback` 2bw and vertical-sync, too.
 
     docs/explanation/late-gradients.md has the formulas.
     """
@@ -154,6 +155,17 @@ class AsynchronousConfig(ArtifactModel):
     """
     nesterov: float | None = Field(default=None, gt=0, lt=1)
     """Momentum, such as 0.99, of the Nesterov form of the optimizer, which looks ahead by it."""
+    error_feedback: bool | float = Field(default=False)
+    """Whether an update that was made in place of one not yet known is made good once it is known;
+    a number from 0 to 1: for which part.
+    """
+
+    @field_validator("error_feedback")
+    @classmethod
+    def _check_error_feedback(cls, strength: float) -> float:
+        if not 0 <= strength <= 1:
+            raise ValueError("write true, false, or a number from 0 to 1")
+        return strength
 
 
 class SchedulerConfig(ArtifactModel):

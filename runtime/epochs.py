@@ -18,7 +18,7 @@ from pipedream.runtime.held_out import evaluate_if_due
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.first_minibatches import RankReport
 from pipedream.runtime.report.summary import Losses
-from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.action_stream import ActionStream, Lateness
 from pipedream.runtime.run.training_segment import Position, TrainingSegment, training_segments
 from pipedream.runtime.supervise.status import Status, current_status, publishing_status
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind
@@ -133,7 +133,7 @@ class _Training:
         actions, begin = self.local.actions(len(segment)), segment.begin
         if begin:
             actions = [each._replace(minibatch=each.minibatch + begin) for each in actions]
-        return ActionStream(segment, actions, self._delays(segment))
+        return ActionStream(segment, actions, self._lateness(segment))
 
     def _engine(self) -> Engine:
         """Makes the engine. As an attribute it would outlive the epoch, in a reference cycle."""
@@ -147,13 +147,17 @@ class _Training:
         transport = context.transport
         return Engine(executors, transport, self._after, self._before, self.times, context.progress)
 
-    def _delays(self, segment: TrainingSegment) -> dict[int, int]:
-        """Returns by how many updates the weights of each minibatch are old, if predicted."""
+    def _lateness(self, segment: TrainingSegment) -> Lateness:
+        """Returns what the corrections of its weights have to know of the segment."""
         stage, *_ = self.local.stages
-        if self.context.weights[stage.stage].prediction is None:
-            return {}
-        of_segment = self.local.schedule(len(segment)).delays(stage.stage)
-        return {minibatch + segment.begin: delay for minibatch, delay in of_segment.items()}
+        weights = self.context.weights[stage.stage]
+        if weights.prediction is None and weights.feedback is None:
+            return Lateness()
+        schedule = self.local.schedule(len(segment))
+        if weights.prediction is None:
+            return Lateness(makes_good=schedule.makes_good(stage.stage))
+        delays = schedule.delays(stage.stage)
+        return Lateness({number + segment.begin: delay for number, delay in delays.items()})
 
     def _to_read(self) -> list[int]:
         """Returns the minibatches whose inputs or targets this rank needs."""

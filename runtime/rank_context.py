@@ -22,6 +22,7 @@ from pipedream.runtime.engine.wiring import Wiring
 from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.local.resume import begin, resume
+from pipedream.runtime.optim.error_feedback import ErrorFeedback
 from pipedream.runtime.optim.late_gradients import rate_factor, scale_rate
 from pipedream.runtime.optim.prediction import Prediction
 from pipedream.runtime.optim.rates import LossSum
@@ -244,12 +245,15 @@ class RankContext:
         updates = self.first.epoch * epoch.rounds(stage.stage) + begun
         if config.asynchronous == AsynchronousConfig():
             return Weights(stage.parameters, updates, divided=stage.divided)
+        wanted, optimizer = config.asynchronous, stage.optimizer
         delays = local.schedule(local.segment_minibatches).delays(stage.stage)
         delay = max(delays.values())
-        predicting = config.asynchronous.weight_prediction and delay > 0
-        prediction = Prediction(stage.optimizer, stage.parameters) if predicting else None
+        predicting = wanted.weight_prediction and delay > 0
+        prediction = Prediction(optimizer, stage.parameters) if predicting else None
         weights = Weights(stage.parameters, updates, prediction, stage.divided)
-        scale_rate(stage.optimizer, lambda: rate_factor(config, delay, weights.current.number))
+        scale_rate(optimizer, lambda: rate_factor(config, delay, weights.current.number))
+        if wanted.error_feedback and delay > 0:
+            weights.feedback = ErrorFeedback(optimizer, float(wanted.error_feedback))
         return weights
 
     def _display(self) -> Display:

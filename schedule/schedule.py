@@ -97,6 +97,27 @@ class Schedule:
             if step.kind is Kind.FORWARD
         }
 
+    def makes_good(self, stage: int) -> dict[int, int]:
+        """Returns which earlier update of `stage` the gradients of each round are of.
+
+        A round t whose gradients were found at version v, the oldest of its minibatches', has those
+        that update v, which makes version v + 1 out of v, would have had if it had waited. Each is
+        made good once, and one whose own gradients were not late not at all. For the last but one
+        of n stages of one replica, and 2BW:
+
+            update        0  1  2  3  4  5
+            makes good    -  -  1  2  3  4
+        """
+        size, late = self.policy.round_size(stage), dict[int, int]()
+        for minibatch, delay in self.delays(stage).items():
+            late[minibatch // size] = max(delay, late.get(minibatch // size, 0))
+        found, best = dict[int, int](), -1
+        for update in sorted(late):
+            before = update - late[update]
+            if before > best and before < update and late[before]:
+                found[update] = best = before
+        return found
+
 
 Passes: TypeAlias = Iterable[tuple[Worker, Step]]
 Order: TypeAlias = Callable[[Schedule, Sequence[Worker]], Passes]

@@ -61,7 +61,7 @@ class Engine:
                 actions = stream.actions  # the first of them may be done already
                 for stage, executor in self.executors.items():
                     own = [action for action in actions if action.stage == stage]
-                    executor.follow(own, stream.delays)
+                    executor.follow(own, stream.lateness)
             for action in actions[posted:committed]:
                 if action.kind in RECEIVES:
                     self.executors[action.stage].post(action)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +29,7 @@ from pipedream.runtime.engine.passes import (
 )
 from pipedream.runtime.optim.stepping import Scale
 from pipedream.runtime.optim.weights import Weights
+from pipedream.runtime.run.action_stream import Lateness
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.recordings import refused
@@ -78,10 +79,15 @@ class Executor(ForwardExecutor):
         self.base = self.weights.current.number
         self.weights.begin()
 
-    def follow(self, actions: Sequence[Action], delays: Mapping[int, int]) -> None:
-        super().follow(actions, delays)
-        used = uses(action for action in actions if not delays.get(action.minibatch))
+    def follow(self, actions: Sequence[Action], lateness: Lateness) -> None:
+        super().follow(actions, lateness)
+        predicted = lateness.delays
+        used = uses(action for action in actions if not predicted.get(action.minibatch))
         self.weights.expect({self.base + version: count for version, count in used.items()})
+        if self.weights.feedback is not None:
+            first = self.base + 1  # the version that update 0 makes
+            pairs = lateness.makes_good.items()
+            self.weights.feedback.follow({first + now: first + late for now, late in pairs})
         self.closing = closing(actions)
         passes = [action for action in actions if action.kind in (Kind.FORWARD, Kind.BACKWARD)]
         self.coming = {
@@ -112,7 +118,7 @@ class Executor(ForwardExecutor):
     def _compute(
         self, action: Action, state: MinibatchState, stage_module: StageModule, known: Tensors
     ) -> Tensors:
-        delay = self.delays.get(action.minibatch, 0)
+        delay = self.lateness.delays.get(action.minibatch, 0)
         state.version = self.weights.acquire(self.base + action.version, delay)
         self.rng.minibatch = action.minibatch
         if self.recompute:

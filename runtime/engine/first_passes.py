@@ -19,6 +19,7 @@ from pipedream.capture.checks.equivalence import restore
 from pipedream.comm.messages import Message
 from pipedream.comm.transport import Sum, TensorSpec, Transport
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
+from pipedream.runtime.run.action_stream import Lateness
 from pipedream.schedule.action import CLOSING, RECEIVES, Action
 from pipedream.schedule.channel import Channel
 
@@ -69,7 +70,7 @@ def do_once(
         for once, minibatch in product(_of_each_kind(actions, stage), minibatches):
             numbered = [action._replace(minibatch=minibatch, version=0) for action in once]
             executor.begin(data)
-            executor.follow(numbered, {})
+            executor.follow(numbered, Lateness())
             for action in numbered:
                 if action.kind in RECEIVES:
                     executor.post(action)

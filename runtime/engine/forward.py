@@ -19,6 +19,7 @@ from pipedream.graph.plan import RankAssignment
 from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.engine.value_exchange import ValueExchange
+from pipedream.runtime.run.action_stream import Lateness
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.stages.sharded_stage import ShardedStage
 from pipedream.runtime.stages.stage_forms import StageForms
@@ -82,12 +83,9 @@ class ForwardExecutor(ABC):
         mesh = (0, None) if self.sharding is None else (self.sharding.device, self.sharding.groups)
         self.exchange = ValueExchange(self.transport, self.assignment, *mesh)
 
-    def follow(self, actions: Sequence[Action], delays: Mapping[int, int]) -> None:
-        """Called with all actions of this stage in the segment, those already done included.
-
-        `delays`: by how many updates the weights of each minibatch are to be predicted.
-        """
-        self.delays = delays
+    def follow(self, actions: Sequence[Action], lateness: Lateness) -> None:
+        """Called with all actions of this stage in the segment, those already done included."""
+        self.lateness = lateness
 
     def end(self) -> None:
         """Called at the end of a segment, when nothing is in flight."""

@@ -1,4 +1,4 @@
-"""Corrections for weight stashing, whose gradients come late: three, alone or together.
+"""Corrections for gradients that come late.
 
 The gradient g that makes version t + 1 of a stage out of w(t) was found at an older version,
 w(t - d); `Schedule.delays` says what d is. lr is the learning rate.
@@ -16,6 +16,8 @@ weight stashing they are the same, so there is nothing for it to do.
 weight_prediction (SpecTrain: Chen, Yang, Cheng, "Efficient and Robust Parallel DNN Training through
 Model Parallelism on Multi-GPU Platform", 2018; PipeOptim: Guan et al., 2023): in
 `pipedream.runtime.optim.prediction`.
+
+error_feedback: in `pipedream.runtime.optim.error_feedback`.
 
 nesterov (Ajanthan, Ramasinghe, Zuo, Avraham, Long, "Nesterov Method for Asynchronous Pipeline
 Parallel Optimization", ICML 2025). Nesterov's method with the momentum m, its gradient discounted
@@ -44,8 +46,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
 from pipedream.graph.errors import UserError
-from pipedream.graph.run_config import OptimizerConfig, RunConfig
+from pipedream.graph.run_config import AsynchronousConfig, OptimizerConfig, RunConfig
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -54,6 +57,36 @@ _TORCH_RATE, _TORCH_DECAY = 1e-3, 0.01
 """The learning rate of torch's Adam and AdamW where none is given, and the decay of AdamW."""
 
 _FORMS = {"SGD": "SGD", "Adam": "NAdam", "AdamW": "NAdam"}
+
+
+_SCHEDULES = {"error_feedback": ("2bw", "weight-stashing", "vertical-sync")}
+"""The schedules that a correction is for; those that are not here: weight stashing."""
+
+_AHEAD = ("error_feedback", "weight_prediction", "nesterov")
+"""These find gradients ahead of the weights that they change: one of them is enough."""
+
+
+def check_corrections(config: AsynchronousConfig, schedule: ScheduleName, order: str) -> None:
+    """Raises UserError for corrections of a schedule that they are not for, or of one another."""
+    wanted = list(config.model_dump(exclude_defaults=True))
+    if wanted and order != DEFAULT_ORDER:
+        raise UserError(
+            f"asynchronous: the corrections are for plans of order {DEFAULT_ORDER}, and this "
+            f"one has order {order}: remove `asynchronous` from the run config"
+        )
+    for name in wanted:
+        fit = _SCHEDULES.get(name, ("weight-stashing",))
+        if schedule not in fit:
+            raise UserError(
+                f"asynchronous: {name} in the run config is for {', '.join(fit)}, and the schedule "
+                f"is {schedule}: remove it, or train with --schedule {fit[0]}"
+            )
+    ahead = [name for name in _AHEAD if name in wanted]
+    if "error_feedback" in ahead and len(ahead) > 1:
+        raise UserError(
+            f"asynchronous: {ahead[0]} and {ahead[1]} both find gradients ahead of the weights: "
+            "leave one of them out"
+        )
 
 
 def nesterov_form(config: OptimizerConfig, momentum: float) -> OptimizerConfig:

@@ -15,6 +15,7 @@ from torch import nn
 
 from pipedream.comm.device.copies import copy_all
 from pipedream.runtime.optim.divided import DividedParameters
+from pipedream.runtime.optim.error_feedback import ErrorFeedback
 from pipedream.runtime.optim.prediction import Prediction
 
 
@@ -56,12 +57,15 @@ class Weights:
         self.older: list[Version] = []
         self.current = Version(updates, self._snapshot())
         self.prediction, self.divided = prediction, divided
+        self.feedback: ErrorFeedback | None = None
         self.expected: Mapping[int, int] = {}
         self.peak_versions = 1
 
     def begin(self) -> None:
         """Prepares for a segment, with nothing in flight."""
         self.expected, self.current.users = {}, 0
+        if self.feedback is not None:
+            self.feedback.begin()
 
     def expect(self, uses: Mapping[int, int]) -> None:
         """Sets how many minibatches of the segment run on each version, with those already done.
@@ -162,6 +166,8 @@ class Weights:
             updated = self.divided.parts
         for name, parameter in updated.items():
             parameter.grad = gradients.get(name)
+        if self.feedback is not None:
+            self.feedback.expect(number, self._stood())
         step()
         self.current = Version(number, self._snapshot(), self.expected.get(number, 0))
 
@@ -175,6 +181,13 @@ class Weights:
         copy_all((fresh[name], parameter.data) for name, parameter in self.parameters.items())
         for name, parameter in self.parameters.items():
             parameter.data = fresh[name]
+
+    def _stood(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Returns the parameters as they are, where they are kept as an older version anyway."""
+        if self.divided is not None or not self.older or self.older[-1] is not self.current:
+            return {}
+        held = self.current.tensors
+        return {each: held[name].detach() for name, each in self.parameters.items()}
 
     def _snapshot(self) -> dict[str, torch.Tensor]:
         """Leaves of the autograd graph over the parameters' present memory.

@@ -10,18 +10,30 @@ from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.schedule.action import Action
 
 
+@dataclass(frozen=True)
+class Lateness:
+    """What corrections have to know of late gradients; empty where nothing asks for it.
+
+    `delays`, where weights are predicted: by how many updates those of each minibatch will be old.
+    `makes_good`, with error feedback: `Schedule.makes_good` of the segment.
+    """
+
+    delays: Mapping[int, int] = field(default_factory=dict)
+    makes_good: Mapping[int, int] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class ActionStream:
     """The actions of one rank in a segment, whose minibatches are numbered as in the epoch.
 
     The engine commits actions before it performs them or posts their receives. Another thread may
     hold the stream, see how far it is committed, and let it go on with the actions of another
-    segment. `delays`, where weights are predicted: by how many updates those of each will be old.
+    segment.
     """
 
     segment: TrainingSegment
     actions: Sequence[Action]
-    delays: Mapping[int, int] = field(default_factory=dict)
+    lateness: Lateness = field(default_factory=Lateness)
     committed: int = 0
 
     def __post_init__(self) -> None:
@@ -52,6 +64,7 @@ class ActionStream:
         with self.changing:
             if other is not None:
                 assert other.actions[: self.committed] == self.actions[: self.committed]
-                self.segment, self.actions, self.delays = other.segment, other.actions, other.delays
+                self.segment, self.actions = other.segment, other.actions
+                self.lateness = other.lateness
             self.on_hold = False
             self.changing.notify_all()

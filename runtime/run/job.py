@@ -16,12 +16,11 @@ from pipedream.graph.plan import Plan, workers_by_rank
 from pipedream.graph.run_config import (
     AUTO,
     METRICS,
-    AsynchronousConfig,
     MetricsConfig,
     OptimizerConfig,
     RunConfig,
 )
-from pipedream.runtime.optim.late_gradients import nesterov_form
+from pipedream.runtime.optim.late_gradients import check_corrections, nesterov_form
 from pipedream.runtime.run.training_segment import Position, whole_updates
 from pipedream.schedule.action import StageLink, Worker
 from pipedream.schedule.orders.auto import has_room
@@ -206,18 +205,7 @@ class Job:
 
     def check_asynchronous(self) -> None:
         """Raises UserError if there is nothing asynchronous to correct, or no delay is known."""
-        wanted = self.config.asynchronous
-        if wanted != AsynchronousConfig() and self.order != DEFAULT_ORDER:
-            raise UserError(
-                f"asynchronous: the corrections are for plans of order {DEFAULT_ORDER}, and this "
-                f"one has order {self.order}: remove `asynchronous` from the run config"
-            )
-        if wanted != AsynchronousConfig() and self.schedule != "weight-stashing":
-            (name, *_) = wanted.model_dump(exclude_defaults=True)
-            raise UserError(
-                f"asynchronous: {name} in the run config is for weight-stashing, and the schedule "
-                f"is {self.schedule}: remove it, or train with --schedule weight-stashing"
-            )
+        check_corrections(self.config.asynchronous, self.schedule, self.order)
         _ = self.optimizer
 
     def check_zero(self) -> None:

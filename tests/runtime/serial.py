@@ -70,6 +70,10 @@ class Learner:
     """The version before the first of the list, which a prediction may ask for."""
     updates: int = 0
     delay: int = 0
+    steps: dict[int, tuple[float, dict[str, Tensor]]] = field(default_factory=dict)
+    """Of the epoch: the optimizer's own, with its learning rate, by the version they began at."""
+    right: set[int] = field(default_factory=set)
+    """Versions of the epoch whose step was made with gradients of theirs, in the end at least."""
 
     def ahead(self, version: int, updates: int) -> dict[str, Tensor]:
         """The weights of a version after so many more updates like the one that made it."""
@@ -77,7 +81,25 @@ class Learner:
         then = self.versions[version - 1] if version else self.before or now
         return {name: now[name] + updates * (now[name] - then[name]) for name in now}
 
-    def update(self, divisor: int, rate_correction: int | None) -> None:
+    def make_good(self, version: int, feedback: float, rate: float) -> None:
+        """Adds what the step just made, whose gradients are of an older `version`, differs from
+        the one that was made in its place, unless that was not late, or has been made good.
+        """
+        number = len(self.versions) - 1
+        step = {name: p.detach() - self.versions[-1][name] for name, p in self.parameters.items()}
+        self.steps[number] = rate, step
+        if version == number or version in self.right:
+            self.right.add(version)
+            return
+        self.right.add(version)
+        old_rate, old = self.steps[version]
+        for name, parameter in self.parameters.items():
+            parameter.data += feedback * (step[name] - rate / old_rate * old[name])
+
+    def update(
+        self, divisor: int, rate_correction: int | None, feedback: float, version: int
+    ) -> None:
+        """`version`: the oldest that the gradients are of."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         if rate_correction and self.delay:
@@ -87,6 +109,8 @@ class Learner:
             gradient = self.gradients.get(name)
             parameter.grad = None if gradient is None else gradient / divisor
         self.optimizer.step()
+        if feedback:
+            self.make_good(version, feedback, groups[0]["lr"])
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         self.updates += 1
@@ -97,7 +121,8 @@ class Learner:
 class Serial:
     """`epoch` trains on a list of minibatches and drains; optimizers and weights carry over.
 
-    `predict` and `rate_correction` as in the run config; the Nesterov form is an optimizer.
+    `predict`, `rate_correction` and `feedback` as in the run config; the Nesterov form is an
+    optimizer.
     `loss(values, target)` gets all named values of the minibatch. Random numbers are the caller's
     matter: leave dropout out, or make it depend on the values only.
     """
@@ -114,8 +139,10 @@ class Serial:
         *,
         predict: bool = False,
         rate_correction: int | None = None,
+        feedback: float = 0.0,
     ) -> None:
         self.predict, self.rate_correction = predict, rate_correction
+        self.feedback = feedback
         self.loss, self.semantics, self.microbatches = loss, semantics, microbatches
         self.accumulate = accumulate
         self.replicas = tuple(replicas)
@@ -153,6 +180,7 @@ class Serial:
             if len(held.versions) > 1:
                 held.before = held.versions[-2]
             held.versions = held.versions[-1:]
+            held.steps, held.right = {}, set()
             numbers = range(len(minibatches))
             held.delay = max(b // self._round(stage) - version(stage, b) for b in numbers)
         losses = []
@@ -161,7 +189,8 @@ class Serial:
             for stage, held in enumerate(self.stages):
                 done = number % self._round(stage) + 1
                 if done == self._round(stage) or number == len(minibatches) - 1:
-                    held.update(done, self.rate_correction)
+                    of = min(version(stage, number - each) for each in range(done))
+                    held.update(done, self.rate_correction, self.feedback, of)
         for held in self.stages:
             averaged = {name: self.buffers[held.stage.prefix + name] for name in held.buffers[0]}
             held.buffers = [copy(averaged) for _ in held.buffers]

@@ -34,7 +34,7 @@ from pipedream.runtime.run.job import Job
 
 SUPPORT = Path(small_models.__file__).parent
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-EPOCHS = 2
+EPOCHS, MICROBATCHES = 2, 2
 RATE, MOMENTUM, DECAY = 0.2, 0.8, 0.01
 SGD = OptimizerConfig(name="SGD", args={"lr": RATE, "momentum": 0.9, "weight_decay": DECAY})
 ADAM = OptimizerConfig(name="AdamW", args={"lr": 0.02})
@@ -131,12 +131,17 @@ CASES: dict[str, tuple[OptimizerConfig, dict[str, Any], Callable[[list[nn.Parame
 }
 
 
+FEEDBACK: dict[str, tuple[OptimizerConfig, dict[str, Any], Callable[[list[nn.Parameter]], Any]]] = {
+    "feedback": (SGD, {"error_feedback": True}, torch_optimizer(SGD)),
+    "half": (ADAM, {"error_feedback": 0.5, "rate_correction": 9}, torch_optimizer(ADAM)),
+}
+
 PLAIN = {"plain": (SGD, dict[str, Any](), torch_optimizer(SGD))}
 """Late gradients as they are."""
 
 
 def job_for(case: str, replicas: tuple[int, ...], dtype: str, run: Path, **changes: Any) -> Job:
-    optimizer, asynchronous, _ = (CASES | PLAIN)[case]
+    optimizer, asynchronous, _ = (CASES | FEEDBACK | PLAIN)[case]
     config = RunConfig(
         format="pipedream-run/1",
         model=Factory(source="small_models:Chain"),
@@ -145,6 +150,7 @@ def job_for(case: str, replicas: tuple[int, ...], dtype: str, run: Path, **chang
         optimizer=optimizer,
         asynchronous=AsynchronousConfig(**asynchronous),
         batch_size=4,
+        microbatches=MICROBATCHES,
         seed=3,
         dtype=dtype,  # type: ignore[arg-type]
     )
@@ -180,12 +186,14 @@ def serial_loop(serial: ModuleType, job: Job, case: str) -> Any:
             serial.Stage(Letters(model, held), (names[stage],), (names[stage + 1],))
             for stage, held in enumerate(letters)
         ],
-        (CASES | PLAIN)[case][2],
+        (CASES | FEEDBACK | PLAIN)[case][2],
         lambda values, target: nn.functional.mse_loss(values["y"], target),
-        "weight-stashing",
+        job.schedule,
         job.plan.replicas,
+        MICROBATCHES,
         predict=config.asynchronous.weight_prediction,
         rate_correction=config.asynchronous.rate_correction,
+        feedback=float(config.asynchronous.error_feedback),
     )
 
 
@@ -229,6 +237,26 @@ def test_a_run_is_that_of_the_serial_reference(
         assert losses(job) == pytest.approx(expected, rel=TOLERANCE[dtype]), (case, dtype)
         for name, tensor in weights(job).items():
             torch.testing.assert_close(tensor, ends[name], **near, msg=f"{case} {dtype} {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (3, 2)], ids=["chain", "replicas"])
+def test_updates_that_were_late_are_made_good(
+    replicas: tuple[int, ...], serial: ModuleType, tmp_path: Path
+) -> None:
+    runs = [(case, s) for case in FEEDBACK for s in ("weight-stashing", "vertical-sync")]
+    jobs = {
+        (case, schedule): job_for(
+            case, replicas, "float64", tmp_path / f"{case}-{schedule}", schedule=schedule
+        )
+        for case, schedule in [*runs, ("feedback", "2bw")]
+    }
+    run_jobs(list(jobs.values()))
+    for (case, schedule), job in jobs.items():
+        expected, ends = reference(serial, job, case)
+        assert losses(job) == pytest.approx(expected, rel=1e-12), (case, schedule)
+        for name, tensor in weights(job).items():
+            torch.testing.assert_close(tensor, ends[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
 @pytest.mark.thorough
