@@ -2,8 +2,8 @@
 
 Late gradients hurt Adam where the directions along which a loss curves are not those of single
 weights: its division by root mean squares, weight by weight, then oscillates ("Mitigating Staleness
-in Asynchronous Pipeline Parallelism via Basis Rotation", arXiv 2602.03515, ICML 2026). So a matrix W
-of m x n, with the gradient G, learns in the basis of the eigenvectors U and V of
+in Asynchronous Pipeline Parallelism via Basis Rotation", arXiv 2602.03515, ICML 2026). So a matrix
+W of m x n, with the gradient G, learns in the basis of the eigenvectors U and V of
 
     L = b2 L + (1 - b2) G G^T        (m x m)
     R = b2 R + (1 - b2) G^T G        (n x n)
@@ -90,7 +90,7 @@ class RotatedAdam(Optimizer):
     def _observe(
         self, state: dict[str, Any], gradient: Tensor, group: dict[str, Any], b2: float
     ) -> None:
-        """Adds a gradient to the second moments of both sides, and turns the bases at their turn."""
+        """Adds a gradient to the second moments of both sides; turns the bases at their turn."""
         if gradient.dim() != 2:
             return
         wide = gradient.to(_precision(gradient.dtype))
