@@ -1,0 +1,168 @@
+"""A model that learns from late gradients, in one process: the versions of each stage in a list.
+
+What pd-train computes, without a pipeline: minibatch b runs through all stages as one graph, each
+on the version of its weights that the schedule says (`Schedule.delays`), and its gradients make the
+next version of each. Optimizers, corrections and the learning rate are pd-train's own. So 32 stages
+run on one core, and what it finds is what pd-train finds; `learning.py --real` compares them.
+
+An update has one minibatch: to divide that into microbatches changes no mean gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from methods import CONFIGS
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipedream.capture.loss import load_loss
+from pipedream.capture.sources.load import load_config_model, load_data
+from pipedream.graph.choices import ScheduleName
+from pipedream.graph.run_config import RunConfig
+from pipedream.runtime.data.reader import Epoch
+from pipedream.runtime.optim.error_feedback import ErrorFeedback
+from pipedream.runtime.optim.late_gradients import nesterov_form, rate_factor, scale_rate
+from pipedream.runtime.optim.optimizers import make_optimizer
+from pipedream.runtime.optim.prediction import Prediction
+from pipedream.runtime.optim.rates import LearningRate
+from pipedream.schedule.schedule import Schedule
+from pipedream.schedule.spec import PipelineSpec
+
+CPU = torch.device("cpu")
+LEAST = math.log(256) + 1
+"""A loss in nats a byte that says that nothing is learned, nor ever will be."""
+
+
+@dataclass(eq=False)
+class LateStage:
+    """A stage: `versions[-1]` are its weights of now, as copies; older ones as long as a minibatch
+    may run on them. `delays`, `makes_good`: of the schedule of an epoch.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    rate: LearningRate
+    delays: Mapping[int, int]
+    makes_good: Mapping[int, int]
+    prediction: Prediction | None = None
+    feedback: ErrorFeedback | None = None
+    updates: int = 0
+    versions: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @property
+    def delay(self) -> int:
+        return max(self.delays.values())
+
+    def begin_epoch(self) -> None:
+        """The pipeline is drained: all that is known is the newest version."""
+        self.versions = [_copies(self.parameters)]
+        if self.feedback is not None:
+            self.feedback.begin()
+            self.feedback.follow({a + 1: b + 1 for a, b in self.makes_good.items()})
+
+    def weights(self, minibatch: int) -> dict[str, Tensor]:
+        """Returns the weights that a minibatch of the epoch runs on, as leaves."""
+        delay = self.delays[minibatch]
+        if self.prediction is not None and delay:
+            return self.prediction.ahead(delay, {})
+        return {n: each.requires_grad_() for n, each in self.versions[-1 - delay].items()}
+
+    def update(self, minibatch: int, gradients: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients[name]
+        if self.feedback is not None:
+            self.feedback.expect(minibatch + 1, {})
+        self.optimizer.step()
+        self.updates += 1
+        self.rate.advance("update")
+        self.versions = [*self.versions[-self.delay - 1 :], _copies(self.parameters)]
+
+
+class LateModel:
+    """A model of `topics_gpt` with one block for each stage, learning as a config says."""
+
+    def __init__(self, config: RunConfig, schedule: ScheduleName, stages: int) -> None:
+        self.config = config
+        self.model = load_config_model(config, CONFIGS)
+        self.loss = load_loss(config.loss, CONFIGS)
+        self.training, self.held_out = load_data(config, CONFIGS)
+        self.minibatches = len(Epoch(self.training, config, 1, CPU))
+        links = tuple((stage, stage + 1) for stage in range(stages - 1))
+        spec = PipelineSpec(schedule, (1,) * stages, links, config.microbatches, 1)
+        planned = Schedule(spec, self.minibatches)
+        names = [name for name, _ in self.model.named_parameters()]
+        self.stages = [self._stage(planned, stage, stages, names) for stage in range(stages)]
+
+    def _stage(self, planned: Schedule, stage: int, stages: int, names: Sequence[str]) -> LateStage:
+        config, wanted = self.config, self.config.asynchronous
+        own = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if stage_of(name, stages) == stage
+        }
+        form = config.optimizer
+        if wanted.nesterov is not None:
+            form = nesterov_form(form, wanted.nesterov)
+        optimizer = make_optimizer(form, own, names)
+        made = LateStage(
+            own,
+            optimizer,
+            LearningRate(config.scheduler, optimizer, CONFIGS),
+            planned.delays(stage),
+            planned.makes_good(stage),
+        )
+        if wanted.weight_prediction and made.delay:
+            made.prediction = Prediction(optimizer, own)
+        scale_rate(optimizer, lambda: rate_factor(config, made.delay, made.updates))
+        if wanted.error_feedback and made.delay:
+            made.feedback = ErrorFeedback(optimizer, float(wanted.error_feedback))
+        return made
+
+    def train(self) -> list[float]:
+        """Returns the loss of each minibatch, up to one that shows that the run has failed."""
+        losses: list[float] = []
+        for number in range(1, self.config.epochs + 1):
+            epoch = Epoch(self.training, self.config, number, CPU)
+            for stage in self.stages:
+                stage.begin_epoch()
+            for minibatch in range(len(epoch)):
+                batch = epoch.batch(minibatch)
+                losses.append(self._learn(minibatch, batch.inputs[0], batch.target))
+                if not losses[-1] < 2 * LEAST:
+                    return losses
+        return losses
+
+    def _learn(self, minibatch: int, inputs: Tensor, target: Tensor) -> float:
+        each = [stage.weights(minibatch) for stage in self.stages]
+        weights = {name: tensor for own in each for name, tensor in own.items()}
+        loss = self.loss(functional_call(self.model, weights, (inputs,)), target)
+        found = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+        for stage in self.stages:
+            stage.update(minibatch, found)
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Returns the mean loss of the held-out windows, nats a byte."""
+        assert self.held_out is not None
+        windows = [self.held_out[index] for index in range(len(self.held_out))]
+        losses = [
+            self.loss(self.model(inputs), target).item() * len(inputs)
+            for inputs, target in torch.utils.data.DataLoader(windows, batch_size=128)
+        ]
+        return sum(losses) / len(windows)
+
+
+def stage_of(name: str, stages: int) -> int:
+    """A block for each stage; what comes before them in the first, what comes after in the last."""
+    if name.startswith("blocks."):
+        return int(name.split(".")[1])
+    return 0 if name.startswith(("embed", "position")) else stages - 1
+
+
+def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}

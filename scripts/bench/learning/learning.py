@@ -1,0 +1,194 @@
+"""What late gradients cost, and what corrects them:
+
+    python scripts/bench/learning/learning.py [--stages 4,8,16,32] [--seeds 3] [--epochs 1]
+        [--workers 1] [-o FOLDER] [METHOD]...
+
+Trains a byte-level GPT on the text of Python's help topics (configs/topics_gpt.py), a block for
+each stage, by each method of `methods.py`, in one process as a pipeline would (`late_model.py`).
+For each number of stages and method the learning rate is found first: from the middle of the grid,
+which is the same for all, to the best of neighbours, with the first seed; then the other seeds
+train at that rate. So all have made as many updates from the same samples, and what differs is how
+late the gradients came, and what was done about it.
+
+Runs that are there already are not made again. Writes learning.csv and learning.svg to the folder,
+and prints a table: the held-out loss over that of the same optimizer whose gradients are not late,
+seed by seed: the median, and the range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).parent))
+from methods import CONFIGS, GRID, METHODS, config_of
+
+MIDDLE = len(GRID) // 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, whose held-out loss is in a file of its own in `folder`."""
+
+    folder: Path
+    method: str
+    stages: int
+    rate: float
+    seed: int
+    epochs: int
+
+    @property
+    def file(self) -> Path:
+        name = f"{self.method}-{self.stages}-{self.epochs}-{self.rate:g}-{self.seed}"
+        return self.folder / f"{name.replace(' ', '-')}.json"
+
+    def loss(self) -> float:
+        """Returns the held-out loss, in nats a byte; infinite if it does not learn. Trains, if
+        nobody has.
+        """
+        if not self.file.exists():
+            self._train()
+        found = json.loads(self.file.read_text())["held_out_loss"]
+        return math.inf if found is None else float(found)
+
+    def _train(self) -> None:
+        from late_model import LateModel
+
+        method, begun = METHODS[self.method], time.perf_counter()
+        config = config_of(method, self.stages, self.rate, self.seed, self.epochs)
+        model = LateModel(config, method.schedule, self.stages)
+        losses = model.train()
+        loss = model.evaluate() if len(losses) == model.minibatches * self.epochs else math.inf
+        told = {
+            **{name: value for name, value in asdict(self).items() if name != "folder"},
+            "held_out_loss": loss if math.isfinite(loss) else None,
+            "losses": [round(each, 5) for each in losses],
+            "seconds": time.perf_counter() - begun,
+        }
+        self.file.write_text(json.dumps(told))
+
+
+@dataclass(frozen=True)
+class Study:
+    """One method at one number of stages."""
+
+    folder: Path
+    method: str
+    stages: int
+    seeds: int
+    epochs: int
+
+    def run(self, rate: int, seed: int) -> Run:
+        return Run(self.folder, self.method, self.stages, GRID[rate], seed, self.epochs)
+
+    def tuned(self) -> int:
+        """Returns the place in the grid of the best learning rate: uphill from the middle, as long
+        as a neighbour is better.
+        """
+        best = MIDDLE
+        while True:
+            near = [each for each in (best, best - 1, best + 1) if 0 <= each < len(GRID)]
+            found = min(near, key=lambda each: self.run(each, 0).loss())
+            if found == best:
+                return best
+            best = found
+
+    def rows(self) -> list[dict[str, object]]:
+        """Returns a row for each seed, at the best rate."""
+        rate = self.tuned()
+        kept = {"method": self.method, "stages": self.stages, "epochs": self.epochs}
+        edge = rate in (0, len(GRID) - 1)
+        return [
+            {**kept, "rate": GRID[rate], "edge": edge, "seed": seed, "loss": run.loss()}
+            for seed, run in ((seed, self.run(rate, seed)) for seed in range(self.seeds))
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("methods", nargs="*", metavar="METHOD")
+    parser.add_argument("--stages", default="4,8,16,32")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("-o", "--output", type=Path, default=Path("runs/learning"))
+    asked = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    asked.output.mkdir(parents=True, exist_ok=True)
+    studies = [
+        Study(asked.output, method, int(stages), asked.seeds, asked.epochs)
+        for stages in asked.stages.split(",")
+        for method in (asked.methods or METHODS)
+    ]
+    with multiprocessing.get_context("spawn").Pool(asked.workers, initializer=_prepare) as pool:
+        table = pd.DataFrame(row for rows in shown(pool.imap(rows_of, studies)) for row in rows)
+    table = against_plain(table)
+    table.to_csv(asked.output / "learning.csv", index=False)
+    print(summary(table).to_string(index=False))
+
+
+def _prepare() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    sys.path[:0] = [str(CONFIGS), str(Path(__file__).parent)]
+
+
+def rows_of(study: Study) -> list[dict[str, object]]:
+    return study.rows()
+
+
+def shown(found: Iterable[list[dict[str, object]]]) -> Iterable[list[dict[str, object]]]:
+    """Yields what is found, a line for each on the way."""
+    for rows in found:
+        first = rows[0]
+        losses = " ".join(f"{row['loss']:.4f}" for row in rows)
+        print(f"{first['stages']:>3} {first['method']:24} {first['rate']:<9g} {losses}", flush=True)
+        yield rows
+
+
+def against_plain(table: pd.DataFrame) -> pd.DataFrame:
+    """Adds `over`: by what part a loss is above that of the plain method, seed by seed."""
+    keys = ["stages", "epochs", "seed"]
+    known = table.set_index([*keys, "method"]).loss
+    plain = [
+        known.get((*(row[key] for key in keys), METHODS[str(row.method)].plain), math.nan)
+        for _, row in table.iterrows()
+    ]
+    return table.assign(over=table.loss / plain - 1)
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """A line for each method, with the median loss and the median and range of `over` for each
+    number of stages.
+    """
+    rows = []
+    for (method, stages), runs in table.groupby(["method", "stages"], sort=False):
+        over = runs.over.sort_values()
+        rows.append(
+            {
+                "method": method,
+                "stages": stages,
+                "rate": f"{runs.rate.iloc[0]:g}{'!' * bool(runs.edge.iloc[0])}",
+                "loss": f"{runs.loss.median():.4f}",
+                "over": f"{over.median():+.1%}",
+                "range": f"{over.min():+.1%} to {over.max():+.1%}",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+if __name__ == "__main__":
+    main()

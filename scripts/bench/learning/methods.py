@@ -1,0 +1,101 @@
+"""The ways to train that are compared: a schedule, an optimizer, a correction for late gradients.
+
+All have the same model, samples, batch size and number of updates, the same schedule of the
+learning rate, and their rate from the same grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipedream.graph.choices import ScheduleName
+from pipedream.graph.run_config import RunConfig
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+"""Where topics_gpt.py is, a byte-level GPT and its text."""
+
+LENGTH, WIDTH, HEADS, BATCH = 64, 64, 4, 16
+UPDATES = 409
+"""Of an epoch: its 6,556 windows of text in minibatches of 16."""
+
+GRID = tuple(round(10 ** (-3.8 + 0.4 * each), 6) for each in range(8))
+"""Learning rates, a factor of 2.5 apart."""
+
+DECAY = 0.01
+
+OTHERS = ("embed*", "position", "*norm*", "*.bias", "head*")
+"""What Muon does not learn."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """`plain`: the name of the method that it is compared with, whose gradients are not late."""
+
+    schedule: ScheduleName
+    optimizer: str
+    plain: str
+    asynchronous: Mapping[str, Any] = field(default_factory=dict)
+
+
+ADAM, MUON, ROTATED = "flush AdamW", "flush Muon", "flush rotated"
+ROTATION = {"basis_rotation": {"every": 10}}
+FEEDBACK = {"error_feedback": True}
+
+METHODS = {
+    ADAM: Method("flush", "AdamW", ADAM),
+    MUON: Method("flush", "Muon", MUON),
+    ROTATED: Method("flush", "AdamW", ROTATED, ROTATION),
+    "2bw AdamW": Method("2bw", "AdamW", ADAM),
+    "2bw AdamW feedback": Method("2bw", "AdamW", ADAM, FEEDBACK),
+    "2bw Muon": Method("2bw", "Muon", MUON),
+    "2bw Muon feedback": Method("2bw", "Muon", MUON, FEEDBACK),
+    "stashing AdamW": Method("weight-stashing", "AdamW", ADAM),
+    "stashing nesterov": Method("weight-stashing", "AdamW", ADAM, {"nesterov": 0.99}),
+    "stashing rotation": Method("weight-stashing", "AdamW", ADAM, ROTATION),
+    "stashing feedback": Method("weight-stashing", "AdamW", ADAM, FEEDBACK),
+    "stashing Muon": Method("weight-stashing", "Muon", MUON),
+    "stashing Muon feedback": Method("weight-stashing", "Muon", MUON, FEEDBACK),
+    "stashing prediction": Method("weight-stashing", "AdamW", ADAM, {"weight_prediction": True}),
+}
+
+
+def config_of(method: Method, stages: int, rate: float, seed: int, epochs: int = 1) -> RunConfig:
+    """Returns the run config of a model with a block for each stage. Where gradients are not late
+    nothing corrects them, but rotated moments are another optimizer.
+    """
+    sizes = {"length": LENGTH, "width": WIDTH, "heads": HEADS, "layers": stages, "dropout": 0.0}
+    cosine = {
+        "max_lr": rate,
+        "total_steps": epochs * UPDATES,
+        "pct_start": 0.1,
+        "cycle_momentum": False,
+    }
+    return RunConfig.model_validate(
+        {
+            "format": "pipedream-run/1",
+            "model": {"source": "topics_gpt:model", "args": sizes},
+            "data": {"source": "topics_gpt:data", "args": {"length": LENGTH}},
+            "loss": "topics_gpt:loss",
+            "optimizer": optimizer_of(method.optimizer, rate),
+            "scheduler": {"name": "OneCycleLR", "args": cosine, "every": "update"},
+            "batch_size": BATCH,
+            "drop_last": True,
+            "microbatches": 1,
+            "epochs": epochs,
+            "seed": seed,
+            "asynchronous": dict(method.asynchronous),
+        }
+    )
+
+
+def optimizer_of(name: str, rate: float) -> dict[str, Any]:
+    """Muon's steps are made as large as those of AdamW, so that one rate is for both."""
+    args = {"lr": rate, "weight_decay": DECAY}
+    if name == "Muon":
+        others = {"match": list(OTHERS), "name": "AdamW", "args": args}
+        muon = args | {"adjust_lr_fn": "match_rms_adamw"}
+        return {"name": name, "args": muon, "groups": [others]}
+    return {"name": name, "args": args}
