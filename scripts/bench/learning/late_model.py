@@ -29,6 +29,7 @@ from pipedream.runtime.optim.late_gradients import nesterov_form, rate_factor, s
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.prediction import Prediction
 from pipedream.runtime.optim.rates import LearningRate
+from pipedream.runtime.optim.stepping import Norm, StageStepping
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
 
@@ -44,8 +45,7 @@ class LateStage:
     """
 
     parameters: Mapping[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    rate: LearningRate
+    stepping: StageStepping
     delays: Mapping[int, int]
     makes_good: Mapping[int, int]
     prediction: Prediction | None = None
@@ -71,14 +71,20 @@ class LateStage:
             return self.prediction.ahead(delay, {})
         return {n: each.requires_grad_() for n, each in self.versions[-1 - delay].items()}
 
-    def update(self, minibatch: int, gradients: Mapping[str, Tensor]) -> None:
+    def squares(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Returns the sum of the squares of its gradients."""
+        total = torch.zeros(1, dtype=torch.float64)
+        self.stepping.add_squares(gradients, total)
+        return total
+
+    def update(self, minibatch: int, gradients: Mapping[str, Tensor], norm: Tensor) -> None:
+        """Makes the next version. `norm`: of the gradients that are clipped together."""
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name]
         if self.feedback is not None:
             self.feedback.expect(minibatch + 1, {})
-        self.optimizer.step()
+        self.stepping.step(gradients, Norm(norm), 1)
         self.updates += 1
-        self.rate.advance("update")
         self.versions = [*self.versions[-self.delay - 1 :], _copies(self.parameters)]
 
 
@@ -94,6 +100,7 @@ class LateModel:
         links = tuple((stage, stage + 1) for stage in range(stages - 1))
         spec = PipelineSpec(schedule, (1,) * stages, links, config.microbatches, 1)
         planned = Schedule(spec, self.minibatches)
+        self.together = planned.policy.uniform_updates
         names = [name for name, _ in self.model.named_parameters()]
         self.stages = [self._stage(planned, stage, stages, names) for stage in range(stages)]
 
@@ -108,10 +115,10 @@ class LateModel:
         if wanted.nesterov is not None:
             form = nesterov_form(form, wanted.nesterov)
         optimizer = make_optimizer(form, own, names)
+        rate = LearningRate(config.scheduler, optimizer, CONFIGS)
         made = LateStage(
             own,
-            optimizer,
-            LearningRate(config.scheduler, optimizer, CONFIGS),
+            StageStepping(optimizer, own, config, rate, own.keys()),
             planned.delays(stage),
             planned.makes_good(stage),
         )
@@ -141,8 +148,12 @@ class LateModel:
         weights = {name: tensor for own in each for name, tensor in own.items()}
         loss = self.loss(functional_call(self.model, weights, (inputs,)), target)
         found = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
-        for stage in self.stages:
-            stage.update(minibatch, found)
+        gradients = [{name: found[name] for name in own} for own in each]
+        squares = [stage.squares(own) for stage, own in zip(self.stages, gradients, strict=True)]
+        if self.together:
+            squares = [sum(squares[1:], squares[0])] * len(squares)
+        for stage, own, norm in zip(self.stages, gradients, squares, strict=True):
+            stage.update(minibatch, own, norm.sqrt())
         return loss.item()
 
     @torch.no_grad()

@@ -1,7 +1,8 @@
-"""Does the simulation learn what pd-train learns? `python scripts/bench/learning/real.py [METHOD]...`
+"""Does the simulation learn as pd-train does? `python scripts/bench/learning/real.py [METHOD]...`
 
 Trains each method by pd-train on as many processes as stages, with the plan that has one block in
-each, and in one process by `late_model.py`, and compares the losses of all minibatches.
+each, and in one process by `late_model.py`, and compares the losses of all updates. Under 2bw an
+update has as many microbatches as stages, and the mean of their losses is rounded otherwise.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import yaml
 from late_model import LateModel
-from methods import CONFIGS, METHODS, config_of
+from methods import BATCH, CONFIGS, METHODS, UPDATES, config_of
 
 RATE = 2.5e-3
 
@@ -38,7 +40,7 @@ def main() -> None:
         method = METHODS[name]
         model = LateModel(config_of(method, asked.stages, RATE, 0), method.schedule, asked.stages)
         ours = model.train()
-        assert len(ours) == len(theirs), (len(ours), len(theirs))
+        assert len(ours) == len(theirs) == UPDATES, (len(ours), len(theirs))
         same = sum(a == b for a, b in zip(ours, theirs, strict=True))
         most = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
         print(
@@ -49,7 +51,7 @@ def main() -> None:
 
 
 def real(name: str, stages: int, folder: Path) -> list[float]:
-    """Returns the loss of each minibatch of a run of pd-train, made unless it is there."""
+    """Returns the loss of each update of a run of pd-train, made unless it is there."""
     run = folder / name.replace(" ", "-")
     config = run.with_suffix(".yaml")
     if not (run / "summary.json").exists():
@@ -57,8 +59,8 @@ def real(name: str, stages: int, folder: Path) -> list[float]:
         told = config_of(METHODS[name], stages, RATE, 0).model_dump(
             mode="json", exclude_defaults=True
         )
-        if "asynchronous" in told and METHODS[name].schedule == "flush":
-            del told["asynchronous"]
+        if METHODS[name].schedule == "2bw":
+            told |= {"batch_size": BATCH // stages, "microbatches": stages}
         config.write_text(yaml.safe_dump(told))
         plan = folder / "plan" / "plan.json"
         if not plan.exists():
@@ -69,7 +71,9 @@ def real(name: str, stages: int, folder: Path) -> list[float]:
         schedule = ("--schedule", METHODS[name].schedule)
         call("pd-train", plan, "--config", config, "-o", run, *schedule, "--no-evaluate")
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [each["loss"] for each in map(json.loads, lines) if "minibatch" in each]
+    losses = [json.loads(line)["loss"] for line in lines]
+    size = stages if METHODS[name].schedule == "2bw" else 1
+    return [fmean(losses[first : first + size]) for first in range(0, UPDATES * size, size)]
 
 
 def call(program: str, *arguments: object) -> None:
