@@ -42,3 +42,39 @@ def test_nothing_is_late_where_the_pipeline_is_flushed(name: ScheduleName) -> No
 
 def test_the_double_buffer_is_one_update_late_at_every_stage() -> None:
     assert rows("2bw", (1, 1, 1)) == [[0] * 4 + [1] * 4] * 3
+
+
+def made_good(name: ScheduleName, replicas: tuple[int, ...], minibatches: int = 8) -> list[str]:
+    """Of each stage: the update that each makes good, or a dash."""
+    links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
+    made = schedule(name, replicas, links, minibatches, microbatches=2)
+    found = []
+    for stage in range(len(replicas)):
+        good = made.makes_good(stage)
+        found.append(" ".join(str(good.get(each, "-")) for each in range(made.rounds(stage))))
+    return found
+
+
+def test_an_update_is_made_good_by_the_gradients_of_its_weights() -> None:
+    """The gradients of version 0 come first, to update 0; all that come later are of it until the
+    pipeline is full. Then those of version 1, with which update 1 would have been made.
+    """
+    assert made_good("weight-stashing", (1, 1, 1)) == [
+        "- - - 1 2 3 4 5",
+        "- - 1 2 3 4 5 6",
+        "- - - - - - - -",
+    ]
+    assert made_good("vertical-sync", (1, 1, 1)) == ["- - - 1 2 3 4 5"] * 3
+    assert made_good("2bw", (1, 1)) == ["- - 1 2"] * 2
+    assert made_good("flush", (1, 1)) == ["- - - -"] * 2
+
+
+@pytest.mark.parametrize("replicas", [(3, 2), (2, 1), (1, 3, 1), (4, 1, 2)])
+def test_each_update_is_made_good_once_at_most(replicas: tuple[int, ...]) -> None:
+    links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
+    made = schedule("weight-stashing", replicas, links, 40)
+    for stage in range(len(replicas)):
+        good, delays = made.makes_good(stage), made.delays(stage)
+        assert len(set(good.values())) == len(good)
+        assert bool(good) == any(delays.values())
+        assert all(earlier < later for later, earlier in good.items())
