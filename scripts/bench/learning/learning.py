@@ -32,6 +32,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parent))
 from methods import CONFIGS, GRID, METHODS, config_of
+from picture import draw
 
 MIDDLE = len(GRID) // 2
 
@@ -136,6 +137,7 @@ def main() -> None:
         table = pd.DataFrame(row for rows in shown(pool.imap(rows_of, studies)) for row in rows)
     table = against_plain(table)
     table.to_csv(asked.output / "learning.csv", index=False)
+    draw(table, curves_of(table, asked.output), asked.output / "learning.svg")
     print(summary(table).to_string(index=False))
 
 
@@ -157,6 +159,16 @@ def shown(found: Iterable[list[dict[str, object]]]) -> Iterable[list[dict[str, o
         losses = " ".join(f"{row['loss']:.4f}" for row in rows)
         print(f"{first['stages']:>3} {first['method']:24} {first['rate']:<9g} {losses}", flush=True)
         yield rows
+
+
+def curves_of(table: pd.DataFrame, folder: Path) -> dict[str, list[float]]:
+    """Returns the losses of the first seed of each method at the most stages."""
+    first = table[(table.stages == table.stages.max()) & (table.seed == 0)]
+    runs = {
+        str(row.method): Run(folder, str(row.method), row.stages, row.rate, 0, row.epochs)
+        for row in first.itertuples()
+    }
+    return {name: json.loads(run.file.read_text())["losses"] for name, run in runs.items()}
 
 
 def against_plain(table: pd.DataFrame) -> pd.DataFrame:
