@@ -132,7 +132,7 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     largest = inf
     possible = list(meshes(task.request.cluster)) if are_alike(task.request.cluster) else []
     if possible and least >= alone * worth:
-        return _not_divided(best, least)
+        return _not_divided(best, least, hint=options.intra_op == "auto")
     for mesh in possible:
         if device_count(mesh) >= largest:
             continue
@@ -165,15 +165,13 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     return replace(best, outcome=replace(outcome, notes=notes), others=others)
 
 
-def _not_divided(planning: Planning | None, least: float) -> Planning:
+def _not_divided(planning: Planning | None, least: float, hint: bool) -> Planning:
     """The plan with workers of one device, with the reason why no others were sought."""
     assert planning is not None
     certified = _certified(planning, least)
     saved = 1 - least / seconds_of(planning)
-    note = (
-        f"Operators not divided: that could save {saved:.1%} at most, if it took no messages;"
-        " --intra-op exact seeks it."
-    )
+    note = f"Operators not divided: that could save {saved:.1%} at most, if it took no messages"
+    note += "; --intra-op exact seeks it." if hint else "."
     outcome = certified.outcome
     return replace(certified, outcome=replace(outcome, notes=(*outcome.notes, note)))
 

@@ -330,3 +330,20 @@ def test_what_a_backward_pass_allocates_is_divided(
     (up,) = (node.id for node in profile.nodes if "blocks.0.up.weight" in node.parameters)
     whole = profile.footprints[up].workspace
     assert 0.4 * whole < team[up].workspace < 0.8 * whole
+
+
+@pytest.mark.slow
+def test_why_no_shardings_were_sought(folder: Path) -> None:
+    """Over links that take no time replicas share the work out; nobody is sent to look where they
+    have just had it looked.
+    """
+    fast = ("--machines", "4", "--bandwidth", "1000TB", "--latency", "0us", "--schedule", "flush")
+    said = {}
+    for intra_op in ("auto", "exact"):
+        options = ("--microbatches", "4096", "--intra-op", intra_op, "--update-rate", "1000TB")
+        done = typed(folder, ["pd-optimize", "graph.txt", *fast, *options, "-o", "plan"])
+        assert done.code == 0, done.error
+        said[intra_op] = " ".join(done.out.split())
+    assert "Operators not divided: that could save" in said["auto"]
+    assert "if it took no messages; --intra-op exact seeks it." in said["auto"]
+    assert "exact seeks it" not in said["exact"]
