@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from pipedream.graph.choices import ScheduleName
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
@@ -39,6 +40,13 @@ def _flush(request: Request) -> Outcome:
     return optimize(replace(request, latency=goal, schedule="flush"))
 
 
+def _even(schedule: ScheduleName) -> Callable[[Request], Outcome]:
+    """As many minibatches to an update as devices: what an update of data parallelism has."""
+    return lambda request: best_plan(
+        replace(request, schedule=schedule, microbatches=request.cluster.devices)
+    )
+
+
 MAKERS: Mapping[str, Callable[[Request], Outcome]] = MappingProxyType(
     {
         CHOSEN: best_plan,
@@ -46,6 +54,8 @@ MAKERS: Mapping[str, Callable[[Request], Outcome]] = MappingProxyType(
         "straight": _straight,
         "dp": data_parallel,
         "flush": _flush,
+        "flush-even": _even("flush"),
+        "2bw-even": _even("2bw"),
     }
 )
 
