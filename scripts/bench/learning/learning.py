@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from methods import CONFIGS, GRID, METHODS, config_of
 from picture import draw
 
-MIDDLE = len(GRID) // 2
+MIDDLE = 3
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,14 @@ class Run:
     folder: Path
     method: str
     stages: int
-    rate: float
+    rates: tuple[float, ...]
     seed: int
     epochs: int
 
     @property
     def file(self) -> Path:
-        name = f"{self.method}-{self.stages}-{self.epochs}-{self.rate:g}-{self.seed}"
+        rates = show_rates(self.rates)
+        name = f"{self.method}-{self.stages}-{self.epochs}-{rates}-{self.seed}"
         return self.folder / f"{name.replace(' ', '-')}.json"
 
     def loss(self) -> float:
@@ -66,7 +67,7 @@ class Run:
         from late_model import LateModel
 
         method, begun = METHODS[self.method], time.perf_counter()
-        config = config_of(method, self.stages, self.rate, self.seed, self.epochs)
+        config = config_of(method, self.stages, self.rates, self.seed, self.epochs)
         model = LateModel(config, method.schedule, self.stages)
         losses = model.train()
         loss = model.evaluate() if len(losses) == model.minibatches * self.epochs else math.inf
@@ -89,30 +90,47 @@ class Study:
     seeds: int
     epochs: int
 
-    def run(self, rate: int, seed: int) -> Run:
-        return Run(self.folder, self.method, self.stages, GRID[rate], seed, self.epochs)
+    def run(self, places: tuple[int, ...], seed: int) -> Run:
+        rates = tuple(GRID[each] for each in places)
+        return Run(self.folder, self.method, self.stages, rates, seed, self.epochs)
 
-    def tuned(self) -> int:
-        """Returns the place in the grid of the best learning rate: uphill from the middle, as long
-        as a neighbour is better.
+    def tuned(self) -> tuple[int, ...]:
+        """Returns the places in the grid of the best learning rates: uphill from the middle, as
+        long as a neighbour is better.
         """
-        best = MIDDLE
+        best = (MIDDLE,) * METHODS[self.method].groups
         while True:
-            near = [each for each in (best, best - 1, best + 1) if 0 <= each < len(GRID)]
-            found = min(near, key=lambda each: self.run(each, 0).loss())
+            found = min([best, *neighbours(best)], key=lambda each: self.run(each, 0).loss())
             if found == best:
                 return best
             best = found
 
     def rows(self) -> list[dict[str, object]]:
-        """Returns a row for each seed, at the best rate."""
-        rate = self.tuned()
-        kept = {"method": self.method, "stages": self.stages, "epochs": self.epochs}
-        edge = rate in (0, len(GRID) - 1)
-        return [
-            {**kept, "rate": GRID[rate], "edge": edge, "seed": seed, "loss": run.loss()}
-            for seed, run in ((seed, self.run(rate, seed)) for seed in range(self.seeds))
-        ]
+        """Returns a row for each seed, at the best rates."""
+        places = self.tuned()
+        told = {
+            "method": self.method,
+            "stages": self.stages,
+            "epochs": self.epochs,
+            "rates": show_rates(self.run(places, 0).rates),
+            "edge": any(each in (0, len(GRID) - 1) for each in places),
+        }
+        runs = {seed: self.run(places, seed) for seed in range(self.seeds)}
+        return [{**told, "seed": seed, "loss": run.loss()} for seed, run in runs.items()]
+
+
+def neighbours(places: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Returns those that differ by one step in one rate."""
+    moved = [
+        (*places[:index], place + step, *places[index + 1 :])
+        for index, place in enumerate(places)
+        for step in (-1, 1)
+    ]
+    return [each for each in moved if all(0 <= place < len(GRID) for place in each)]
+
+
+def show_rates(rates: Iterable[float]) -> str:
+    return "+".join(f"{rate:g}" for rate in rates)
 
 
 def main() -> None:
@@ -157,7 +175,7 @@ def shown(found: Iterable[list[dict[str, object]]]) -> Iterable[list[dict[str, o
     for rows in found:
         first = rows[0]
         losses = " ".join(f"{row['loss']:.4f}" for row in rows)
-        print(f"{first['stages']:>3} {first['method']:24} {first['rate']:<9g} {losses}", flush=True)
+        print(f"{first['stages']:>3} {first['method']:24} {first['rates']:18} {losses}", flush=True)
         yield rows
 
 
@@ -165,7 +183,14 @@ def curves_of(table: pd.DataFrame, folder: Path) -> dict[str, list[float]]:
     """Returns the losses of the first seed of each method at the most stages."""
     first = table[(table.stages == table.stages.max()) & (table.seed == 0)]
     runs = {
-        str(row.method): Run(folder, str(row.method), row.stages, row.rate, 0, row.epochs)
+        str(row.method): Run(
+            folder,
+            str(row.method),
+            row.stages,
+            tuple(float(rate) for rate in row.rates.split("+")),
+            0,
+            row.epochs,
+        )
         for row in first.itertuples()
     }
     return {name: json.loads(run.file.read_text())["losses"] for name, run in runs.items()}
@@ -193,7 +218,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
             {
                 "method": method,
                 "stages": stages,
-                "rate": f"{runs.rate.iloc[0]:g}{'!' * bool(runs.edge.iloc[0])}",
+                "rates": f"{runs.rates.iloc[0]}{'!' * bool(runs.edge.iloc[0])}",
                 "loss": f"{runs.loss.median():.4f}",
                 "over": f"{over.median():+.1%}",
                 "range": f"{over.min():+.1%} to {over.max():+.1%}",

@@ -6,7 +6,7 @@ learning rate, and their rate from the same grid.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,6 @@ GRID = tuple(round(10 ** (-3.4 + 0.4 * each), 6) for each in range(8))
 DECAY, BETAS, CLIP = 0.01, [0.9, 0.95], 1.0
 """As language models are trained; without clipping the losses of seeds are 7 % apart."""
 
-OTHERS_RATE = 2.5e-3
-"""The best that AdamW alone has one update late. Muon's is sought, and this stays: AdamW suffers
-more from late gradients, and would hold Muon back."""
-
 OTHERS = ("embed*", "position", "*norm*", "*.bias", "head*")
 """What Muon does not learn."""
 
@@ -43,6 +39,11 @@ class Method:
     optimizer: str
     plain: str
     asynchronous: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> int:
+        """How many learning rates it has."""
+        return 2 if self.optimizer == "Muon" else 1
 
 
 ADAM, MUON, ROTATED = "flush AdamW", "flush Muon", "flush rotated"
@@ -67,13 +68,15 @@ METHODS = {
 }
 
 
-def config_of(method: Method, stages: int, rate: float, seed: int, epochs: int = 1) -> RunConfig:
-    """Returns the run config of a model with a block for each stage. Where gradients are not late
-    nothing corrects them, but rotated moments are another optimizer.
+def config_of(
+    method: Method, stages: int, rates: Sequence[float], seed: int, epochs: int = 1
+) -> RunConfig:
+    """Returns the run config of a model with a block for each stage. `rates`: one for each group of
+    parameters.
     """
     sizes = {"length": LENGTH, "width": WIDTH, "heads": HEADS, "layers": stages, "dropout": 0.0}
     cosine = {
-        "max_lr": [OTHERS_RATE, rate] if method.optimizer == "Muon" else rate,
+        "max_lr": list(rates),
         "total_steps": epochs * UPDATES + 1,  # in microbatches an epoch has a rest, too
         "pct_start": 0.1,
         "cycle_momentum": False,
@@ -84,7 +87,7 @@ def config_of(method: Method, stages: int, rate: float, seed: int, epochs: int =
             "model": {"source": "topics_gpt:model", "args": sizes},
             "data": {"source": "topics_gpt:data", "args": {"length": LENGTH}},
             "loss": "topics_gpt:loss",
-            "optimizer": optimizer_of(method.optimizer, rate),
+            "optimizer": optimizer_of(method.optimizer, rates),
             "scheduler": {"name": "OneCycleLR", "args": cosine, "every": "update"},
             "clip_norm": CLIP,
             "batch_size": BATCH,
@@ -97,12 +100,18 @@ def config_of(method: Method, stages: int, rate: float, seed: int, epochs: int =
     )
 
 
-def optimizer_of(name: str, rate: float) -> dict[str, Any]:
-    """Muon's steps are made as large as those of AdamW, so that one rate is for both."""
-    args = {"lr": rate, "weight_decay": DECAY}
-    adam = args | {"betas": BETAS}
-    if name == "Muon":
-        others = {"match": list(OTHERS), "name": "AdamW", "args": adam | {"lr": OTHERS_RATE}}
-        muon = args | {"adjust_lr_fn": "match_rms_adamw"}
-        return {"name": name, "args": muon, "groups": [others]}
-    return {"name": name, "args": adam}
+def optimizer_of(name: str, rates: Sequence[float]) -> dict[str, Any]:
+    """Muon's steps are made as large as those of AdamW. What it does not learn has the first rate:
+    AdamW suffers more from late gradients, and one rate for both would hold Muon back.
+    """
+    first, *rest = rates
+    adam = {"lr": first, "weight_decay": DECAY, "betas": BETAS}
+    if name != "Muon":
+        return {"name": name, "args": adam}
+    (second,) = rest
+    muon = {"lr": second, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
+    return {
+        "name": name,
+        "args": muon,
+        "groups": [{"match": list(OTHERS), "name": "AdamW", "args": adam}],
+    }

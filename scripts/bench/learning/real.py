@@ -21,7 +21,7 @@ import yaml
 from late_model import LateModel
 from methods import BATCH, CONFIGS, METHODS, UPDATES, config_of
 
-RATE = 2.5e-3
+RATES = (2.5e-3, 6.3e-3)
 
 
 def main() -> None:
@@ -38,7 +38,11 @@ def main() -> None:
     for name in asked.methods or METHODS:
         theirs = real(name, asked.stages, folder)
         method = METHODS[name]
-        model = LateModel(config_of(method, asked.stages, RATE, 0), method.schedule, asked.stages)
+        model = LateModel(
+            config_of(method, asked.stages, RATES[: method.groups], 0),
+            method.schedule,
+            asked.stages,
+        )
         ours = model.train()
         assert len(ours) == len(theirs) == UPDATES, (len(ours), len(theirs))
         same = sum(a == b for a, b in zip(ours, theirs, strict=True))
@@ -52,14 +56,14 @@ def main() -> None:
 
 def real(name: str, stages: int, folder: Path) -> list[float]:
     """Returns the loss of each update of a run of pd-train, made unless it is there."""
-    run = folder / name.replace(" ", "-")
+    run, method = folder / name.replace(" ", "-"), METHODS[name]
     config = run.with_suffix(".yaml")
     if not (run / "summary.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        told = config_of(METHODS[name], stages, RATE, 0).model_dump(
+        told = config_of(method, stages, RATES[: method.groups], 0).model_dump(
             mode="json", exclude_defaults=True
         )
-        if METHODS[name].schedule == "2bw":
+        if method.schedule == "2bw":
             told |= {"batch_size": BATCH // stages, "microbatches": stages}
         config.write_text(yaml.safe_dump(told))
         plan = folder / "plan" / "plan.json"
@@ -68,11 +72,11 @@ def real(name: str, stages: int, folder: Path) -> list[float]:
             cuts = ",".join(f"blocks.{stage}" for stage in range(1, stages))
             where = ("--machines", stages, "--bandwidth", "5GB", "--split", cuts)
             call("pd-optimize", folder / "profile/graph.txt", *where, "-o", plan.parent)
-        schedule = ("--schedule", METHODS[name].schedule)
+        schedule = ("--schedule", method.schedule)
         call("pd-train", plan, "--config", config, "-o", run, *schedule, "--no-evaluate")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
-    size = stages if METHODS[name].schedule == "2bw" else 1
+    size = stages if method.schedule == "2bw" else 1
     return [fmean(losses[first : first + size]) for first in range(0, UPDATES * size, size)]
 
 
