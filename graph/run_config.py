@@ -138,9 +138,20 @@ class OptimizerConfig(ArtifactModel):
         return tuple(dict.fromkeys((self.name, *others)))
 
 
+class BasisRotationConfig(ArtifactModel):
+    """Adam or AdamW of matrices in the eigenbasis of the second moments of their gradients."""
+
+    every: int = Field(default=10, ge=1, strict=True)
+    """Updates after which the stage with the latest gradients turns its bases; stages whose
+    gradients come sooner do so less often.
+    """
+    widest: int = Field(default=4_096, ge=2, strict=True)
+    """The longest side of a matrix that is rotated: bases take memory and time for its square."""
+
+
 class AsynchronousConfig(ArtifactModel):
     """Corrections for gradients of weights that have changed since: weight stashing, and of
-    `error_feedback` 2bw and vertical-sync, too.
+    `error_feedback` and `basis_rotation` 2bw and vertical-sync, too.
 
     docs/explanation/late-gradients.md has the formulas.
     """
@@ -159,6 +170,8 @@ class AsynchronousConfig(ArtifactModel):
     """Whether an update that was made in place of one not yet known is made good once it is known;
     a number from 0 to 1: for which part.
     """
+    basis_rotation: BasisRotationConfig | None = None
+    """Adam and AdamW in a rotated basis; `true` for the defaults of its options."""
 
     @field_validator("error_feedback")
     @classmethod
@@ -166,6 +179,11 @@ class AsynchronousConfig(ArtifactModel):
         if not 0 <= strength <= 1:
             raise ValueError("write true, false, or a number from 0 to 1")
         return strength
+
+    @field_validator("basis_rotation", mode="before")
+    @classmethod
+    def _in_full(cls, wanted: Any) -> Any:
+        return ({} if wanted else None) if isinstance(wanted, bool) else wanted
 
 
 class SchedulerConfig(ArtifactModel):
