@@ -31,6 +31,7 @@ matrices, or have one row or one column: with none rotated this is torch's Adam 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -141,10 +142,11 @@ class RotatedAdam(Optimizer):
         rotated = _rotated(gradient, state)
         moment = state["exp_avg"].lerp_(rotated, 1 - b1)
         squares = state["exp_avg_sq"].mul_(b2).addcmul_(rotated, rotated, value=1 - b2)
-        root = (squares / (1 - b2**step)).sqrt_()
-        root += torch.linalg.vector_norm(root) * (ROUNDING * torch.finfo(dtype).eps)
-        change = moment / root.add_(eps)
-        parameter.sub_(_rotated_back(change, state).mul_(rate / (1 - b1**step)))
+        bias = math.sqrt(1 - b2**step)
+        root = squares.sqrt()  # times the bias, as what is added to it
+        error = torch.linalg.vector_norm(root) * (ROUNDING * torch.finfo(dtype).eps)
+        change = moment / root.add_(error + bias * eps)
+        _add_rotated_back(parameter, change, state, -rate * bias / (1 - b1**step))
         for moments, matrix in _by_side(gradient, state):
             state[moments].addmm_(matrix, matrix.T, beta=b2, alpha=1 - b2)
         if not step % group["every"]:
@@ -188,13 +190,19 @@ def _turn(state: dict[str, Any]) -> None:
 
 
 def _eigenvectors(moments: Tensor) -> Tensor:
-    """Returns them in descending order of their eigenvalues, as bases are restored from a
-    checkpoint: contiguous, since products of others may differ in the last bit. They are NaN if a gradient was not finite, as
-    the weights are then: an error here would come before the run looks at its loss.
+    """Returns them in descending order of their eigenvalues.
+
+    They are contiguous, as bases out of a checkpoint are: products of others may differ in the last
+    bit. They are NaN if a gradient was not finite, as the weights are then: an error here would
+    come before the run looks at its loss.
     """
     if not bool(torch.isfinite(moments).all()):
         return torch.full_like(moments, torch.nan)
-    return torch.linalg.eigh(moments).eigenvectors.flip(1).contiguous()
+    try:
+        vectors = torch.linalg.eigh(moments).eigenvectors
+    except torch.linalg.LinAlgError:  # single precision may not converge
+        vectors = torch.linalg.eigh(moments.double()).eigenvectors.to(moments.dtype)
+    return vectors.flip(1).contiguous()
 
 
 def _turned(moments: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,6 +217,21 @@ def _rotated(matrix: Tensor, state: dict[str, Any]) -> Tensor:
     if "left" in state:
         matrix = state["left_basis"].T @ matrix
     return matrix @ state["right_basis"] if "right" in state else matrix
+
+
+def _add_rotated_back(
+    parameter: Tensor, matrix: Tensor, state: dict[str, Any], factor: float
+) -> None:
+    """Adds `factor` times U N V^T to a parameter."""
+    if parameter.dtype != matrix.dtype:
+        parameter.add_(_rotated_back(matrix, state), alpha=factor)
+        return
+    if "right" not in state:
+        parameter.addmm_(state["left_basis"], matrix, alpha=factor)
+        return
+    if "left" in state:
+        matrix = state["left_basis"] @ matrix
+    parameter.addmm_(matrix, state["right_basis"].T, alpha=factor)
 
 
 def _rotated_back(matrix: Tensor, state: dict[str, Any]) -> Tensor:
