@@ -41,8 +41,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
-WIDEST = 4_096
-"""Sides of matrices that are rotated have no more than this: a basis takes the square of it."""
+from pipedream.graph.run_config import BasisRotationConfig
+
+DEFAULTS = BasisRotationConfig()
 
 ROUNDING = 32
 """Units of rounding that an element of a rotated gradient may be wrong by, relative to its norm."""
@@ -67,8 +68,8 @@ class RotatedAdam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         decoupled: bool = False,
-        every: int = 10,
-        widest: int = WIDEST,
+        every: int = DEFAULTS.every,
+        widest: int = DEFAULTS.widest,
     ) -> None:
         if every < 1:
             raise ValueError(f"every: {every} is less than 1")
@@ -88,7 +89,7 @@ class RotatedAdam(Optimizer):
                 if parameter.grad is None:
                     continue
                 assert not parameter.grad.is_sparse
-                if any(rotated_sides(parameter.shape, group["widest"])):
+                if any(_rotates(parameter, group["widest"])):
                     self._step_of_matrix(parameter, parameter.grad, group)
                 else:
                     plain.append(parameter)
@@ -153,17 +154,14 @@ class RotatedAdam(Optimizer):
             _turn(state)
 
 
-def rotated_sides(shape: Sequence[int], widest: int) -> tuple[bool, bool]:
-    """Returns whether a parameter of this shape is rotated from the left, and from the right."""
-    if len(shape) != 2 or min(shape) < 2:
-        return False, False
-    rows, columns = shape
-    return rows <= widest, columns <= widest
+def _rotates(matrix: Tensor, widest: int) -> tuple[bool, bool]:
+    """Returns whether it is rotated from the left, and from the right."""
+    return BasisRotationConfig(widest=widest).rotates(matrix.shape)
 
 
 def _begin(gradient: Tensor, state: dict[str, Any], b2: float, widest: int) -> None:
     """Finds the bases of the sides that are rotated, from the first gradient."""
-    left, right = rotated_sides(gradient.shape, widest)
+    left, right = _rotates(gradient, widest)
     if left:
         state["left"] = gradient @ gradient.T * (1 - b2)
         state["left_basis"] = _eigenvectors(state["left"])
@@ -199,8 +197,9 @@ def _eigenvectors(moments: Tensor) -> Tensor:
     if not bool(torch.isfinite(moments).all()):
         return torch.full_like(moments, torch.nan)
     try:
-        vectors = torch.linalg.eigh(moments).eigenvectors
-    except torch.linalg.LinAlgError:  # single precision may not converge
+        vectors: Tensor = torch.linalg.eigh(moments).eigenvectors
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # Single precision may not converge where eigenvalues are close.
         vectors = torch.linalg.eigh(moments.double()).eigenvectors.to(moments.dtype)
     return vectors.flip(1).contiguous()
 
