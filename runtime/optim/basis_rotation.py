@@ -84,19 +84,20 @@ class RotatedAdam(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
+            parameters = [each for each in group["params"] if each.grad is not None]
+            assert not any(each.grad.is_sparse for each in parameters)
+            # All state comes before anything that is needed for a moment, for memory without gaps.
+            states = [self._state(each, group["widest"]) for each in parameters]
             plain = []
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                assert not parameter.grad.is_sparse
-                if any(_rotates(parameter, group["widest"])):
-                    self._step_of_matrix(parameter, parameter.grad, group)
+            for parameter, state in zip(parameters, states, strict=True):
+                if _is_rotated(state):
+                    _step_of_matrix(parameter, state, group)
                 else:
                     plain.append(parameter)
             self._step_of_others(plain, group)
 
     def _step_of_others(self, parameters: Sequence[Parameter], group: dict[str, Any]) -> None:
-        states = [self._state(parameter, parameter.dtype) for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
         b1, b2 = group["betas"]
         adam(
             list(parameters),
@@ -115,59 +116,63 @@ class RotatedAdam(Optimizer):
             maximize=False,
         )
 
-    def _state(self, parameter: Parameter, dtype: torch.dtype) -> dict[str, Any]:
+    def _state(self, parameter: Parameter, widest: int) -> dict[str, Any]:
         """Returns the state of a parameter, with zeros where it has none yet."""
         state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        if state:
+            return state
+        rotated = BasisRotationConfig(widest=widest).rotates(parameter.shape)
+        dtype = _precision(parameter) if any(rotated) else parameter.dtype
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        for names, each, size in zip(_SIDES, rotated, parameter.shape, strict=False):
+            if each:
+                state |= {name: parameter.new_zeros(size, size, dtype=dtype) for name in names}
         return state
 
-    def _step_of_matrix(
-        self, parameter: Parameter, gradient: Tensor, group: dict[str, Any]
-    ) -> None:
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        state, rate, eps = self._state(parameter, dtype), group["lr"], group["eps"]
-        state["step"] += 1
-        step, (b1, b2) = int(state["step"]) - 1, group["betas"]
-        gradient = gradient.to(dtype)
-        if group["decoupled"]:
-            parameter.mul_(1 - rate * group["weight_decay"])
-        elif group["weight_decay"]:
-            gradient = gradient.add(parameter, alpha=group["weight_decay"])
-        if not step:
-            parameter.sub_(rate * gradient / (gradient.abs() + eps))
-            _begin(gradient, state, b2, group["widest"])
-            return
-        rotated = _rotated(gradient, state)
-        moment = state["exp_avg"].lerp_(rotated, 1 - b1)
-        squares = state["exp_avg_sq"].mul_(b2).addcmul_(rotated, rotated, value=1 - b2)
-        bias = math.sqrt(1 - b2**step)
-        root = squares.sqrt()  # times the bias, as what is added to it
-        error = torch.linalg.vector_norm(root) * (ROUNDING * torch.finfo(dtype).eps)
-        change = moment / root.add_(error + bias * eps)
-        _add_rotated_back(parameter, change, state, -rate * bias / (1 - b1**step))
-        for moments, matrix in _by_side(gradient, state):
-            state[moments].addmm_(matrix, matrix.T, beta=b2, alpha=1 - b2)
-        if not step % group["every"]:
-            _turn(state)
+
+def _is_rotated(state: dict[str, Any]) -> bool:
+    return "left" in state or "right" in state
 
 
-def _rotates(matrix: Tensor, widest: int) -> tuple[bool, bool]:
-    """Returns whether it is rotated from the left, and from the right."""
-    return BasisRotationConfig(widest=widest).rotates(matrix.shape)
+def _precision(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _begin(gradient: Tensor, state: dict[str, Any], b2: float, widest: int) -> None:
+def _step_of_matrix(parameter: Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    rate, eps, gradient = group["lr"], group["eps"], parameter.grad
+    assert gradient is not None
+    gradient = gradient.to(_precision(parameter))
+    state["step"] += 1
+    step, (b1, b2) = int(state["step"]) - 1, group["betas"]
+    if group["decoupled"]:
+        parameter.mul_(1 - rate * group["weight_decay"])
+    elif group["weight_decay"]:
+        gradient = gradient.add(parameter, alpha=group["weight_decay"])
+    if not step:
+        parameter.sub_(rate * gradient / (gradient.abs() + eps))
+        _begin(gradient, state, b2)
+        return
+    rotated = _rotated(gradient, state)
+    moment = state["exp_avg"].lerp_(rotated, 1 - b1)
+    squares = state["exp_avg_sq"].mul_(b2).addcmul_(rotated, rotated, value=1 - b2)
+    bias = math.sqrt(1 - b2**step)
+    root = squares.sqrt()  # times the bias, as what is added to it
+    error = torch.linalg.vector_norm(root) * (ROUNDING * torch.finfo(root.dtype).eps)
+    change = moment / root.add_(error + bias * eps)
+    _add_rotated_back(parameter, change, state, -rate * bias / (1 - b1**step))
+    for moments, matrix in _by_side(gradient, state):
+        state[moments].addmm_(matrix, matrix.T, beta=b2, alpha=1 - b2)
+    if not step % group["every"]:
+        _turn(state)
+
+
+def _begin(gradient: Tensor, state: dict[str, Any], b2: float) -> None:
     """Finds the bases of the sides that are rotated, from the first gradient."""
-    left, right = _rotates(gradient, widest)
-    if left:
-        state["left"] = gradient @ gradient.T * (1 - b2)
-        state["left_basis"] = _eigenvectors(state["left"])
-    if right:
-        state["right"] = gradient.T @ gradient * (1 - b2)
-        state["right_basis"] = _eigenvectors(state["right"])
+    for moments, matrix in _by_side(gradient, state):
+        state[moments].addmm_(matrix, matrix.T, alpha=1 - b2)
+        state[f"{moments}_basis"].copy_(_eigenvectors(state[moments]))
 
 
 def _by_side(gradient: Tensor, state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -178,21 +183,30 @@ def _by_side(gradient: Tensor, state: dict[str, Any]) -> Iterator[tuple[str, Ten
 
 
 def _turn(state: dict[str, Any]) -> None:
-    """Turns the bases, and with them what is kept in them."""
+    """Turns the bases, and with them what is kept in them.
+
+    All in its place: with new tensors in place of old ones memory would come to consist of gaps.
+    """
     moment = _rotated_back(state["exp_avg"], state)
     for side, (moments, basis) in enumerate(_SIDES):
         if moments in state:
-            order, state[basis] = _turned(state[moments], state[basis])
-            state["exp_avg_sq"] = state["exp_avg_sq"].index_select(side, order)
-    state["exp_avg"] = _rotated(moment, state)
+            order = _turn_basis(state[moments], state[basis])
+            state["exp_avg_sq"].copy_(state["exp_avg_sq"].index_select(side, order))
+    state["exp_avg"].copy_(_rotated(moment, state))
+
+
+def _turn_basis(moments: Tensor, basis: Tensor) -> Tensor:
+    """Does one step of QR iteration, and returns the order in which eigenvalues descended."""
+    ahead = moments @ basis
+    order = (basis * ahead).sum(0).argsort(descending=True, stable=True)
+    ahead = ahead[:, order]
+    basis.copy_(torch.linalg.householder_product(*torch.geqrf(ahead)))  # qr without R
+    return order
 
 
 def _eigenvectors(moments: Tensor) -> Tensor:
-    """Returns them in descending order of their eigenvalues.
-
-    They are contiguous, as bases out of a checkpoint are: products of others may differ in the last
-    bit. They are NaN if a gradient was not finite, as the weights are then: an error here would
-    come before the run looks at its loss.
+    """Returns them in descending order of their eigenvalues; NaN if a gradient was not finite, as
+    the weights are then: an error here would come before the run looks at its loss.
     """
     if not bool(torch.isfinite(moments).all()):
         return torch.full_like(moments, torch.nan)
@@ -201,14 +215,7 @@ def _eigenvectors(moments: Tensor) -> Tensor:
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # Single precision may not converge where eigenvalues are close.
         vectors = torch.linalg.eigh(moments.double()).eigenvectors.to(moments.dtype)
-    return vectors.flip(1).contiguous()
-
-
-def _turned(moments: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the order in which eigenvalues descend, and the basis one step of QR iteration on."""
-    ahead = moments @ basis
-    order = (basis * ahead).sum(0).argsort(descending=True, stable=True)
-    return order, torch.linalg.qr(ahead[:, order]).Q.contiguous()
+    return vectors.flip(1)
 
 
 def _rotated(matrix: Tensor, state: dict[str, Any]) -> Tensor:

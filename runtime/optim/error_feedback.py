@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-_TOGETHER = 1 << 26
+_TOGETHER = 1 << 23
 """Bytes of parameters whose steps are computed at a time: beside the optimizer's own, no more
 memory than that is needed at once."""
 
