@@ -198,9 +198,10 @@ def _turn(state: dict[str, Any]) -> None:
 def _turn_basis(moments: Tensor, basis: Tensor) -> Tensor:
     """Does one step of QR iteration, and returns the order in which eigenvalues descended."""
     ahead = moments @ basis
-    order = (basis * ahead).sum(0).argsort(descending=True, stable=True)
-    ahead = ahead[:, order]
-    basis.copy_(torch.linalg.householder_product(*torch.geqrf(ahead)))  # qr without R
+    order = basis.mul_(ahead).sum(0).argsort(descending=True, stable=True)
+    torch.index_select(ahead, 1, order, out=basis)
+    del ahead  # of large matrices several do not have room
+    basis.copy_(torch.linalg.householder_product(*torch.geqrf(basis)))  # qr without R
     return order
 
 
