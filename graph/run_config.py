@@ -170,6 +170,13 @@ class BasisRotationConfig(ArtifactModel):
         of_sides = sum(2 * side**2 for side, each in zip(shape, rotated, strict=True) if each)
         return wide * of_sides + 2 * (wide - itemsize) * math.prod(shape)
 
+    def workspace_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Returns what an eigendecomposition of the longest side that is rotated needs for a while:
+        a copy, the vectors in two orders, and twice as much for LAPACK (syevd).
+        """
+        sides = [side for side, each in zip(shape, self.rotates(shape), strict=False) if each]
+        return 5 * max(itemsize, 4) * max(sides, default=0) ** 2
+
 
 class AsynchronousConfig(ArtifactModel):
     """Corrections for gradients of weights that have changed since: weight stashing, and of

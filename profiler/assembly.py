@@ -221,6 +221,9 @@ def _node(
             for kind, update in measured.updates.items()
         },
         basis_bytes=sum(_ROTATION.extra_bytes(p.shape, p.itemsize) for p in learned),
+        basis_workspace_bytes=max(
+            (_ROTATION.workspace_bytes(p.shape, p.itemsize) for p in learned), default=0
+        ),
     )
 
 

@@ -126,6 +126,10 @@ class MemoryModel:
         self._nodes = self._by_moment(moment, np.ones(len(graph)))
         self._workspace = np.zeros(len(self._nodes))
         np.maximum.at(self._workspace, moment, graph.workspace_bytes)
+        self._rotates = "basis_rotation" in settings.corrections
+        self._finding = np.zeros(len(self._nodes))
+        if self._rotates:
+            np.maximum.at(self._finding, moment, graph.basis_workspace_bytes)
         self._last: tuple[int, tuple[Floats, ...]] = (-1, ())
         self._last_of_class: dict[int, tuple[int, tuple[Floats, Floats]]] = {}
 
@@ -313,8 +317,7 @@ class MemoryModel:
     @cached_property
     def _all_bases(self) -> Floats | None:
         """[state]: bytes of the bases of the nodes before the cut; None if there are none."""
-        rotates = "basis_rotation" in self.settings.corrections
-        return self.cuts.sum(self.cuts.graph.basis_bytes) if rotates else None
+        return self.cuts.sum(self.cuts.graph.basis_bytes) if self._rotates else None
 
     def _bases(self, start: int, ends: States) -> Floats | float:
         known = self._all_bases
@@ -346,10 +349,13 @@ class MemoryModel:
         gradients = 0 * before + whole if whole_round else whole - before
         busy = self._nodes[:, ends] > self._nodes[:, start, None]
         workspace = np.where(busy, self._workspace[:, None], 0.0)
+        update = np.where(busy, self._finding[:, None], 0.0).max(axis=0)[None]
+        if self._rotates:  # gaps were measured in passes, and are no share of this
+            update /= 1 + self._shares(start, ends)[0]
         return (
             np.concatenate([saved, last]),
             np.concatenate([gradients, whole]),
-            np.concatenate([workspace, last]),
+            np.concatenate([workspace, update]),
         )
 
 

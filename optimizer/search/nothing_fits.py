@@ -206,6 +206,7 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
             input_bytes=kept.input_bytes / part,
             programs=None if kept.programs is None else kept.programs / part,
             bases=kept.bases,
+            finding=kept.finding,
         )
         for name, kept in graph.footprints.items()
     }

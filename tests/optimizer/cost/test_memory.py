@@ -240,6 +240,18 @@ def test_bases_are_part_of_the_optimizers_state(graph):
         assert total == [of[1].total]
 
 
+def test_finding_bases_takes_memory_at_the_update(graph):
+    """That of the parameter which needs most, once activations are gone."""
+    gaps = dict.fromkeys(graph.order, (0.5, 0.0))
+    for finding in (10.0, 10_000.0):
+        footprints = {name: Footprint(1000, 1, finding=finding) for name in graph.order}
+        corrections = frozenset({"basis_rotation"})
+        settings = TrainingSettings("weight-stashing", "sgd", corrections=corrections, gaps=gaps)
+        found = items(MemoryModel(cuts_of(graph, footprints), settings), 0, 2, 1)
+        at_update = 11 + 1.5 * 11 + found["inputs"] + finding
+        assert (sum(found.values()) == pytest.approx(at_update)) == (finding == 10_000.0)
+
+
 def test_replicas_divide_the_optimizers_state_and_nothing_else(graph):
     held = MemoryModel(cuts_of(graph), TrainingSettings("weight-stashing", "adam"))
     plain, divided = (held.of(0, 2, Peak(3, 3), False, Replicas(4, parts)) for parts in (1, 4))
