@@ -229,6 +229,18 @@ def test_a_restored_state_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
         assert torch.equal(parameter, other[name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (9, 9), (1, 5), (7,), (2, 3, 4)])
+def test_plans_count_what_it_keeps(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    w = nn.Parameter(torch.ones(shape, dtype=dtype))
+    rotation = BasisRotationConfig(widest=8)
+    optimizer = RotatedAdam([w], **rotation.model_dump())
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    kept = sum(each.nbytes for name, each in optimizer.state[w].items() if name != "step")
+    assert kept == 2 * w.nbytes + rotation.extra_bytes(shape, w.itemsize)
+
+
 def test_stages_turn_their_bases_as_often_as_their_gradients_are_late() -> None:
     assert [turns_every(10, delay, 3) for delay in (3, 2, 1, 0)] == [10, 14, 20, 40]
     assert turns_every(10, 0, 0) == 10
