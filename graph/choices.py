@@ -33,6 +33,14 @@ OptimizerName: TypeAlias = Literal["sgd", "momentum", "adam"]
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 
+Correction: TypeAlias = Literal["weight_prediction", "error_feedback", "basis_rotation"]
+"""Corrections for late gradients that take memory, as run configs name them."""
+
+CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
+
+WHOLE_STATE: tuple[Correction, ...] = ("weight_prediction", "basis_rotation")
+"""These know whole parameters: replicas cannot divide the optimizer's state."""
+
 Recompute: TypeAlias = Literal["never", "auto", "whole", "always"]
 """Where memory demands it (auto) single nodes of a stage are recomputed, or the stage (whole)."""
 

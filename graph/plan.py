@@ -8,13 +8,14 @@ from functools import reduce
 from math import prod
 from operator import add
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
 from pipedream.graph.choices import (
     DEFAULT_ORDER,
     WHOLE_ORDERS,
+    Correction,
     Grouping,
     InFlight,
     IntraOp,
@@ -425,8 +426,8 @@ class DraftPlan(ArtifactModel):
     """When weights are updated, and which version a minibatch uses."""
     optimizer: OptimizerName | None = None
     """The optimizer whose state the memory of the stages includes."""
-    weight_prediction: bool | None = None
-    """Whether that memory includes predicted weights."""
+    corrections: tuple[Correction, ...] | None = None
+    """The corrections for late gradients whose memory it includes."""
     batch_size: int | None = Field(default=None, ge=1)
     """Examples of the minibatch that times and memory are for, if the profile says so."""
     compile: str | None = None
@@ -444,6 +445,17 @@ class DraftPlan(ArtifactModel):
     """
     order_times: OrderTimes | None = None
     """With order auto: the order is a function of these."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_older(cls, fields: Any) -> Any:
+        """Plans used to name one correction, as a field that was true."""
+        if not isinstance(fields, dict) or "weight_prediction" not in fields:
+            return fields
+        others = {name: each for name, each in fields.items() if name != "weight_prediction"}
+        return others | (
+            {"corrections": ["weight_prediction"]} if fields["weight_prediction"] else {}
+        )
 
     @property
     def workers(self) -> int:

@@ -133,6 +133,10 @@ class ProfiledNode(ArtifactModel):
     """Of the gradients of its parameters."""
     optimizer_bytes: dict[str, int] = Field(default_factory=dict)
     """By optimizer: what it keeps for its parameters."""
+    basis_bytes: _Bytes | None = None
+    """What Adam with basis_rotation, as it is by default, keeps for its parameters in addition."""
+    basis_workspace_bytes: _Bytes | None = None
+    """The most that finding the bases of one of its parameters needs for a while."""
 
     @property
     def is_input(self) -> bool:
@@ -424,8 +428,14 @@ class Profile(ArtifactModel):
                 return None
             input_bytes = sum(tensor.bytes for tensor in node.outputs) if node.is_input else 0
             own = node.saved_bytes, node.workspace_bytes, input_bytes, node.program_saved_bytes
-            footprints[node.id] = Footprint(*own)
+            bases = node.basis_bytes or 0, node.basis_workspace_bytes or 0
+            footprints[node.id] = Footprint(*own, *bases)
         return footprints
+
+    @property
+    def knows_bases(self) -> bool:
+        """Tells whether it says what bases take: older profiles do not."""
+        return all(node.basis_bytes is not None for node in self.nodes)
 
     @property
     def learned_together(self) -> tuple[Sharing, ...]:
@@ -543,13 +553,17 @@ class Footprint:
     without parameters and buffers. `programs`: the same where passes are programs, None if it is no
     other: compiled whole passes compute again what they did not save. `workspace`: the most that
     the node's backward pass allocates on top of that: gradients of outputs, inputs and parameters,
-    and scratch memory. `input_bytes`: the size of an input of the model.
+    and scratch memory. `input_bytes`: the size of an input of the model. `bases`: what an optimizer
+    with basis_rotation keeps for its parameters in addition, `finding` what it needs to find those
+    of one parameter.
     """
 
     saved: float
     workspace: float
     input_bytes: float = 0.0
     programs: float | None = None
+    bases: float = 0.0
+    finding: float = 0.0
 
     @property
     def in_programs(self) -> Footprint:

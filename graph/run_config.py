@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from pipedream.graph.choices import MICROBATCHES
+from pipedream.graph.choices import MICROBATCHES, Correction
 from pipedream.graph.errors import ArtifactModel, read_artifact
 
 METRICS = ("tensorboard", "wandb", "mlflow")
@@ -138,9 +140,47 @@ class OptimizerConfig(ArtifactModel):
         return tuple(dict.fromkeys((self.name, *others)))
 
 
+class BasisRotationConfig(ArtifactModel):
+    """Adam or AdamW of matrices in the eigenbasis of the second moments of their gradients."""
+
+    every: int = Field(default=10, ge=1, strict=True)
+    """Updates after which the stage with the latest gradients turns its bases; stages whose
+    gradients come sooner do so less often.
+    """
+    widest: int = Field(default=4_096, ge=2, strict=True)
+    """The longest side of a matrix that is rotated: bases take memory and time for its square."""
+
+    def rotates(self, shape: Sequence[int]) -> tuple[bool, bool]:
+        """Returns whether a parameter of this shape is rotated from the left, and from the right:
+        matrices are, with more than one row and column.
+        """
+        if len(shape) != 2 or min(shape) < 2:
+            return False, False
+        rows, columns = shape
+        return rows <= self.widest, columns <= self.widest
+
+    def extra_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Returns what is kept of such a parameter, with elements of `itemsize` bytes, beyond the
+        two tensors of Adam: second moments and basis of each side that is rotated; with narrow
+        elements the two tensors in float32, as these are.
+        """
+        wide, rotated = max(itemsize, 4), self.rotates(shape)
+        if not any(rotated):
+            return 0
+        of_sides = sum(2 * side**2 for side, each in zip(shape, rotated, strict=True) if each)
+        return wide * of_sides + 2 * (wide - itemsize) * math.prod(shape)
+
+    def workspace_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Returns what an eigendecomposition of the longest side that is rotated needs for a while:
+        a copy, the vectors in two orders, and twice as much for LAPACK (syevd).
+        """
+        sides = [side for side, each in zip(shape, self.rotates(shape), strict=False) if each]
+        return 5 * max(itemsize, 4) * max(sides, default=0) ** 2
+
+
 class AsynchronousConfig(ArtifactModel):
     """Corrections for gradients of weights that have changed since: weight stashing, and of
-    `error_feedback` 2bw and vertical-sync, too.
+    `error_feedback` and `basis_rotation` 2bw and vertical-sync, too.
 
     docs/explanation/late-gradients.md has the formulas.
     """
@@ -159,6 +199,18 @@ class AsynchronousConfig(ArtifactModel):
     """Whether an update that was made in place of one not yet known is made good once it is known;
     a number from 0 to 1: for which part.
     """
+    basis_rotation: BasisRotationConfig | None = None
+    """Adam and AdamW in a rotated basis; `true` for the defaults of its options."""
+
+    @property
+    def with_memory(self) -> frozenset[Correction]:
+        """Returns those that take memory, for a plan to count."""
+        wanted: dict[Correction, object] = {
+            "weight_prediction": self.weight_prediction,
+            "error_feedback": self.error_feedback,
+            "basis_rotation": self.basis_rotation,
+        }
+        return frozenset(name for name, each in wanted.items() if each)
 
     @field_validator("error_feedback")
     @classmethod
@@ -166,6 +218,11 @@ class AsynchronousConfig(ArtifactModel):
         if not 0 <= strength <= 1:
             raise ValueError("write true, false, or a number from 0 to 1")
         return strength
+
+    @field_validator("basis_rotation", mode="before")
+    @classmethod
+    def _in_full(cls, wanted: Any) -> Any:
+        return ({} if wanted else None) if isinstance(wanted, bool) else wanted
 
 
 class SchedulerConfig(ArtifactModel):

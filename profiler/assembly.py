@@ -27,6 +27,7 @@ from pipedream.graph.profile import (
     SharedParameter,
     Totals,
 )
+from pipedream.graph.run_config import BasisRotationConfig
 from pipedream.profiler.device import device_name
 from pipedream.profiler.timing.backward_split import BackwardSplit
 from pipedream.profiler.timing.stopping_rule import StoppingRule
@@ -34,6 +35,8 @@ from pipedream.profiler.timing.times import Times
 from pipedream.profiler.timing.training_overheads import UpdateCost
 
 _MODEL_LIBRARIES = ("torchvision", "transformers", "timm")
+
+_ROTATION = BasisRotationConfig()
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,10 @@ def _node(
             kind: sum(update.state.get(p, 0) for p in owned)
             for kind, update in measured.updates.items()
         },
+        basis_bytes=sum(_ROTATION.extra_bytes(p.shape, p.itemsize) for p in learned),
+        basis_workspace_bytes=max(
+            (_ROTATION.workspace_bytes(p.shape, p.itemsize) for p in learned), default=0
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.local.resume import begin, resume
 from pipedream.runtime.optim.error_feedback import ErrorFeedback
-from pipedream.runtime.optim.late_gradients import rate_factor, scale_rate
+from pipedream.runtime.optim.late_gradients import rate_factor, scale_rate, turns_every
 from pipedream.runtime.optim.prediction import Prediction
 from pipedream.runtime.optim.rates import LossSum
 from pipedream.runtime.optim.stepping import Stepping
@@ -246,12 +246,17 @@ class RankContext:
         if config.asynchronous == AsynchronousConfig():
             return Weights(stage.parameters, updates, divided=stage.divided)
         wanted, optimizer = config.asynchronous, stage.optimizer
-        delays = local.schedule(local.segment_minibatches).delays(stage.stage)
-        delay = max(delays.values())
+        segment = local.schedule(local.segment_minibatches)
+        delay = max(segment.delays(stage.stage).values())
         predicting = wanted.weight_prediction and delay > 0
         prediction = Prediction(optimizer, stage.parameters) if predicting else None
         weights = Weights(stage.parameters, updates, prediction, stage.divided)
         scale_rate(optimizer, lambda: rate_factor(config, delay, weights.current.number))
+        if wanted.basis_rotation is not None:
+            stages = range(len(local.spec.replicas))
+            greatest = max(max(segment.delays(each).values()) for each in stages)
+            for group in optimizer.param_groups:
+                group["every"] = turns_every(wanted.basis_rotation.every, delay, greatest)
         if wanted.error_feedback and delay > 0:
             weights.feedback = ErrorFeedback(optimizer, float(wanted.error_feedback))
         return weights

@@ -10,6 +10,7 @@ import torch
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.measured_run import MEASURED, MeasuredRun, write_measured
 from pipedream.graph.plan import Simulated, workers_by_rank
+from pipedream.graph.run_config import BasisRotationConfig
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.export import export_newest
 from pipedream.runtime.held_out import evaluate_alone
@@ -101,7 +102,10 @@ def _reports(context: RankContext) -> list[dict[str, Any]]:
 def _predicted_memory(context: RankContext) -> float | None:
     """Returns the bytes that the plan predicts for this rank; None if it was trained otherwise."""
     job = context.local.job
-    counted = bool(job.plan.weight_prediction) == job.config.asynchronous.weight_prediction
+    wanted = job.config.asynchronous
+    counted = frozenset(job.plan.corrections or ()) == wanted.with_memory
+    if wanted.basis_rotation is not None:  # profiles say what bases of such a width take
+        counted &= wanted.basis_rotation.widest == BasisRotationConfig().widest
     planned = [job.plan.stages[stage.stage].memory for stage in context.local.stages]
     known = [memory.total for memory in planned if memory is not None]
     return sum(known) if job.as_planned and counted and len(known) == len(planned) else None

@@ -89,7 +89,7 @@ def lower_bound(request: Request) -> float:
         latency=None,
         schedule="weight-stashing" if microbatches is None else "flush",
         microbatches=microbatches,
-        weight_prediction=False,
+        corrections=frozenset(),
         rules=Rules(request.rules.straight, fewer_machines=True),
         in_flight="least",
     )

@@ -201,7 +201,7 @@ def _under_others(
             request,
             schedule=schedule,
             latency=None,
-            weight_prediction=False,
+            corrections=frozenset(),
             microbatches=None if schedule == "2bw" else microbatches,
         )
         trials = PlacedTrials(changed)

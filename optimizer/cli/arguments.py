@@ -201,6 +201,16 @@ GROUPS = {
             " weight_prediction.  [default: off]",
         ),
         option(
+            "--error-feedback",
+            "Count the memory of steps that are made good, as in run configs with asynchronous:"
+            " error_feedback.  [default: off]",
+        ),
+        option(
+            "--basis-rotation",
+            "Count the memory of rotated bases, as in run configs with asynchronous:"
+            " basis_rotation.  [default: off]",
+        ),
+        option(
             "--recompute",
             "Recompute forward passes for backward passes; auto: in stages that --memory would not"
             " hold otherwise, single nodes where that is enough; whole: there, whole stages.",

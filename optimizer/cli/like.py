@@ -45,7 +45,7 @@ def options_of(plan: Plan, path: Path) -> dict[str, Any]:
         "order": plan.order,
         "stages_per_rank": None if plan.order is None else len(plan.stages) // places,
         "optimizer": plan.optimizer,
-        "weight_prediction": plan.weight_prediction,
+        **dict.fromkeys(plan.corrections or (), True),
         "objective": plan.predicted.objective,
         "microbatches": plan.predicted.microbatches,
     }

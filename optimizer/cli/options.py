@@ -19,7 +19,9 @@ from typing import (
 
 from pipedream.graph.choices import (
     BEST_ORDER,
+    CORRECTIONS,
     ORDER_NAMES,
+    Correction,
     Grouping,
     InFlight,
     IntraOp,
@@ -103,6 +105,8 @@ class Options:
     room: str | None = None
     optimizer: OptimizerName = "adam"
     weight_prediction: bool = False
+    error_feedback: bool = False
+    basis_rotation: bool = False
     recompute: Recompute = "auto"
     zero: Zero = "auto"
     host_bandwidth: str | None = None
@@ -120,6 +124,11 @@ class Options:
     sweep: str | None = None
 
     typed: frozenset[str] = frozenset()
+
+    @property
+    def corrections(self) -> frozenset[Correction]:
+        """Those whose memory is counted."""
+        return frozenset(name for name in CORRECTIONS if getattr(self, name))
 
     @property
     def graph_path(self) -> Path:

@@ -12,6 +12,7 @@ from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.profile import Profile
 from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.cli.asked.corrections import corrections_of
 from pipedream.optimizer.cli.asked.files import check_files
 from pipedream.optimizer.cli.asked.memory import (
     check_room,
@@ -204,7 +205,7 @@ def make_task(options: Options) -> Task:
         overheads=overheads,
         footprints=footprints_of(options, profile),
         microbatches=options.microbatches if rounds else None,
-        weight_prediction=options.weight_prediction,
+        corrections=corrections_of(options, schedule, profile),
         order=options.order,
         stages_each=options.stages_per_rank,
         sharing=() if profile is None else profile.learned_together,
@@ -214,7 +215,7 @@ def make_task(options: Options) -> Task:
     calibration = Calibration.of(runs, request, options, profile)
     request = calibration.corrected(request)
     check_room(request)
-    any_schedule = options.schedule is None and latency is None and not options.weight_prediction
+    any_schedule = options.schedule is None and latency is None and not options.corrections
     batch_size = None if profile is None else profile.batch_size
     task = Task(
         *(request, numbers, profile, calibration, profiled, batch_size, any_schedule),

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedream.graph.choices import MICROBATCHES, OptimizerName, ScheduleName
+from pipedream.graph.choices import MICROBATCHES, Correction, OptimizerName, ScheduleName
 from pipedream.graph.plan import StageMemory
 from pipedream.optimizer.cost.recomputation import (
     OFFLOADED_SETS,
@@ -50,18 +50,21 @@ _FEW_CUTS = 100
 class TrainingSettings:
     """What determines a worker's memory besides the model.
 
-    `microbatches` make one update, for schedules that make one per several minibatches. With
-    `weight_prediction` (weight stashing only) the older versions of a stage that is not the last
-    are replaced by predicted weights, one copy per minibatch in flight, and the last step of the
-    optimizer is kept, one more tensor per parameter. `gaps`, of nodes by name: what the allocator
-    adds to the bytes of one minibatch, and of further ones in flight, relative to these;
-    `read_ahead`: minibatches that are read before they are asked for.
+    `microbatches` make one update, for schedules that make one per several minibatches.
+    `corrections`: with `weight_prediction` (weight stashing only) the older versions of a stage
+    that is not the last are replaced by predicted weights, one copy per minibatch in flight, and
+    the last step of the optimizer is kept, one more tensor per parameter. With `error_feedback` a
+    stage keeps the steps that are to be made good, as many as the updates that its gradients are
+    late, which is as many as there are older versions. With `basis_rotation` it keeps bases, of
+    which the footprints know. `gaps`, of nodes by name: what the allocator adds to the bytes of one
+    minibatch, and of further ones in flight, relative to these; `read_ahead`: minibatches that are
+    read before they are asked for.
     """
 
     schedule: ScheduleName = "weight-stashing"
     optimizer: OptimizerName = "sgd"
     microbatches: int = MICROBATCHES
-    weight_prediction: bool = False
+    corrections: frozenset[Correction] = frozenset()
     gaps: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     read_ahead: int = 0
 
@@ -123,6 +126,10 @@ class MemoryModel:
         self._nodes = self._by_moment(moment, np.ones(len(graph)))
         self._workspace = np.zeros(len(self._nodes))
         np.maximum.at(self._workspace, moment, graph.workspace_bytes)
+        self._rotates = "basis_rotation" in settings.corrections
+        self._finding = np.zeros(len(self._nodes))
+        if self._rotates:
+            np.maximum.at(self._finding, moment, graph.basis_workspace_bytes)
         self._last: tuple[int, tuple[Floats, ...]] = (-1, ())
         self._last_of_class: dict[int, tuple[int, tuple[Floats, Floats]]] = {}
 
@@ -168,6 +175,7 @@ class MemoryModel:
         passing = copies.saved * saved[ends] + copies.received * received[ends] + sent[ends]
         return np.asarray(
             (1 + copies.older + copies.state + copies.buckets) * parameters[ends]
+            + self._bases(start, ends)
             + further[ends] * passing
             + varying[ends]
         )
@@ -241,7 +249,7 @@ class MemoryModel:
         items = {
             "parameters": parameters,
             "weight_versions": copies.older * parameters,
-            "optimizer_state": copies.state * parameters,
+            "optimizer_state": copies.state * parameters + self._bases(start, ends),
             "gradients": gradients,
             "buckets": copies.buckets * parameters,
             "activations": activations - made,
@@ -306,11 +314,22 @@ class MemoryModel:
             self.cuts.bytes_across[ends] + self.settings.read_ahead * ahead,
         )
 
+    @cached_property
+    def _all_bases(self) -> Floats | None:
+        """[state]: bytes of the bases of the nodes before the cut; None if there are none."""
+        return self.cuts.sum(self.cuts.graph.basis_bytes) if self._rotates else None
+
+    def _bases(self, start: int, ends: States) -> Floats | float:
+        known = self._all_bases
+        return 0.0 if known is None else np.asarray(known[ends] - known[start])
+
     def _copies(self, peak: Peak, recompute: bool, replicas: Replicas) -> _Copies:
-        predicting = self.settings.weight_prediction and peak.in_flight > 1
+        corrections = self.settings.corrections
+        predicting = "weight_prediction" in corrections and peak.in_flight > 1
+        kept = peak.versions - 1 if "error_feedback" in corrections else 0
         return _Copies(
             older=peak.in_flight if predicting else peak.versions - 1,
-            state=STATES[self.settings.optimizer] / replicas.parts + predicting,
+            state=(STATES[self.settings.optimizer] + kept) / replicas.parts + predicting,
             buckets=int(replicas.number > 1),
             saved=0 if recompute else peak.in_flight - 1,
             received=peak.in_flight + 1,
@@ -330,10 +349,13 @@ class MemoryModel:
         gradients = 0 * before + whole if whole_round else whole - before
         busy = self._nodes[:, ends] > self._nodes[:, start, None]
         workspace = np.where(busy, self._workspace[:, None], 0.0)
+        update = np.where(busy, self._finding[:, None], 0.0).max(axis=0)[None]
+        if self._rotates:  # gaps were measured in passes, and are no share of this
+            update /= 1 + self._shares(start, ends)[0]
         return (
             np.concatenate([saved, last]),
             np.concatenate([gradients, whole]),
-            np.concatenate([workspace, last]),
+            np.concatenate([workspace, update]),
         )
 
 

@@ -184,6 +184,19 @@ class PlanningGraph:
         return np.array([max(of_node[name] for name in own) for own in self.members])
 
     @cached_property
+    def basis_bytes(self) -> Floats:
+        """Bytes of bases of each node's parameters, with basis rotation."""
+        assert self.footprints is not None, "a profile knows them"
+        return self._sums({name: each.bases for name, each in self.footprints.items()})
+
+    @cached_property
+    def basis_workspace_bytes(self) -> Floats:
+        """Bytes that finding the bases of one of each node's parameters needs for a while."""
+        assert self.footprints is not None, "a profile knows them"
+        of_node = {name: each.finding for name, each in self.footprints.items()}
+        return np.array([max(of_node[name] for name in own) for own in self.members])
+
+    @cached_property
     def model_inputs(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
         """For each input of the model: its bytes, and the nodes that read it."""
         return tuple(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import ceil
 
-from pipedream.graph.choices import Recompute, Zero
+from pipedream.graph.choices import WHOLE_STATE, Recompute, Zero
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Footprint
 from pipedream.graph.units import show_bytes
@@ -177,7 +177,7 @@ def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
 
 def _dividing(memory: MemoryModel, request: Request) -> Iterator[str]:
     """As `_remedies`: whether it helps to divide the optimizer's state."""
-    if request.zero == "never" and not request.weight_prediction:
+    if request.zero == "never" and request.corrections.isdisjoint(WHOLE_STATE):
         divided = replace(request, zero="auto")
         best = _least(_over_few(memory, request), divided, request.recompute != "never")
         if best is not None and best.cost <= request.device_types.smallest_memory:
@@ -205,6 +205,8 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
             workspace=max(kept.workspace / part, nodes[name].parameter_bytes),
             input_bytes=kept.input_bytes / part,
             programs=None if kept.programs is None else kept.programs / part,
+            bases=kept.bases,
+            finding=kept.finding,
         )
         for name, kept in graph.footprints.items()
     }

@@ -89,7 +89,7 @@ def unpriced_plan(
         cluster=request.cluster,
         schedule=request.schedule,
         optimizer=request.optimizer,
-        weight_prediction=request.weight_prediction or None,
+        corrections=tuple(sorted(request.corrections)) or None,
         stages=_stages(cuts, request, placed, workers),
         predicted=predicted,
     )

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from pipedream.graph.choices import (
     MICROBATCHES,
+    Correction,
     InFlight,
     OptimizerName,
     Recompute,
@@ -130,7 +131,7 @@ class Request:
     host_bandwidth: float | None = None
     footprints: Mapping[str, Footprint] | None = None
     microbatches: int | None = None
-    weight_prediction: bool = False
+    corrections: frozenset[Correction] = frozenset()
     in_flight: InFlight = "useful"
     update_rate: float = UPDATE_RATE
     overheads: TrainingOverheads | None = None
@@ -207,9 +208,7 @@ class Request:
     def settings(self) -> TrainingSettings:
         batch = self.latency and self.latency.microbatches
         microbatches = self.microbatches or batch or MICROBATCHES
-        settings = TrainingSettings(
-            self.schedule, self.optimizer, microbatches, self.weight_prediction
-        )
+        settings = TrainingSettings(self.schedule, self.optimizer, microbatches, self.corrections)
         if self.process is None:
             return settings
         return replace(settings, gaps=self._gaps, read_ahead=READ_AHEAD)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-_TOGETHER = 1 << 26
+_TOGETHER = 1 << 23
 """Bytes of parameters whose steps are computed at a time: beside the optimizer's own, no more
 memory than that is needed at once."""
 
@@ -58,6 +58,7 @@ class ErrorFeedback:
         self.number = 0
         self.before: dict[Parameter, Tensor] = {}
         self.rates: Rates = {}
+        self.spare: dict[Parameter, list[Tensor]] = {}
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -105,7 +106,9 @@ class ErrorFeedback:
             if late is not None:
                 self._make_good(parameters, steps, late)
             if self._is_kept:
-                kept.tensors.update(zip(parameters, steps, strict=True))
+                kept.tensors.update(
+                    zip(parameters, map(self._kept, parameters, steps), strict=True)
+                )
         if kept.tensors:
             self.steps[self.number] = kept
         self.before, self.rates = {}, {}
@@ -131,6 +134,15 @@ class ErrorFeedback:
         torch._foreach_add_(now, [step for _, step in both], alpha=self.strength)
         torch._foreach_mul_(olds, factors)
         torch._foreach_sub_(now, olds)
+        for (parameter, _), old in zip(both, olds, strict=True):
+            self.spare.setdefault(parameter, []).append(old)
+
+    def _kept(self, parameter: Parameter, step: Tensor) -> Tensor:
+        """Returns a step in memory of one that has been made good, if there is some: what lasts is
+        not to lie among what comes and goes.
+        """
+        spare = self.spare.get(parameter)
+        return spare.pop().copy_(step) if spare else step
 
 
 def _batches(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:

@@ -19,6 +19,11 @@ Model Parallelism on Multi-GPU Platform", 2018; PipeOptim: Guan et al., 2023): i
 
 error_feedback: in `pipedream.runtime.optim.error_feedback`.
 
+basis_rotation: in `pipedream.runtime.optim.basis_rotation`. A stage whose gradients are d updates
+late, of D at most in the whole pipeline, turns its bases every ceil(every (D + 1) / (d + 1))
+updates: as often as it is asked for where they are latest, less often where there is less to make
+good.
+
 nesterov (Ajanthan, Ramasinghe, Zuo, Avraham, Long, "Nesterov Method for Asynchronous Pipeline
 Parallel Optimization", ICML 2025). Nesterov's method with the momentum m, its gradient discounted
 by 1 - m:
@@ -43,12 +48,18 @@ it, with b = m and mu(t) = b (1 - 0.96^(t psi) / 2), psi = 0.004, a momentum tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
 from pipedream.graph.errors import UserError
-from pipedream.graph.run_config import AsynchronousConfig, OptimizerConfig, RunConfig
+from pipedream.graph.run_config import (
+    AsynchronousConfig,
+    BasisRotationConfig,
+    OptimizerConfig,
+    RunConfig,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,8 +69,12 @@ _TORCH_RATE, _TORCH_DECAY = 1e-3, 0.01
 
 _FORMS = {"SGD": "SGD", "Adam": "NAdam", "AdamW": "NAdam"}
 
+ROTATED = "RotatedAdam"
+"""Name of the class that is Adam and AdamW with basis_rotation."""
 
-_SCHEDULES = {"error_feedback": ("2bw", "weight-stashing", "vertical-sync")}
+_LATE = ("2bw", "weight-stashing", "vertical-sync")
+
+_SCHEDULES = {"error_feedback": _LATE, "basis_rotation": _LATE}
 """The schedules that a correction is for; those that are not here: weight stashing."""
 
 _AHEAD = ("error_feedback", "weight_prediction", "nesterov")
@@ -87,6 +102,27 @@ def check_corrections(config: AsynchronousConfig, schedule: ScheduleName, order:
             f"asynchronous: {ahead[0]} and {ahead[1]} both find gradients ahead of the weights: "
             "leave one of them out"
         )
+    other = next((name for name in ("nesterov", "weight_prediction") if name in wanted), None)
+    if "basis_rotation" in wanted and other is not None:
+        raise UserError(
+            f"asynchronous: basis_rotation and {other} are not to be had together: leave one of "
+            "them out"
+        )
+
+
+def optimizer_form(config: OptimizerConfig, wanted: AsynchronousConfig) -> OptimizerConfig:
+    """Returns the form of this optimizer that the corrections ask for, or itself. Raises UserError
+    if there is none.
+    """
+    if ROTATED in (config.name, *(group.name for group in config.groups)):
+        raise UserError(
+            f"optimizer {ROTATED!r}: write Adam or AdamW and asynchronous: {{basis_rotation: true}}"
+        )
+    if wanted.nesterov is not None:
+        return nesterov_form(config, wanted.nesterov)
+    if wanted.basis_rotation is not None:
+        return rotated_form(config, wanted.basis_rotation)
+    return config
 
 
 def nesterov_form(config: OptimizerConfig, momentum: float) -> OptimizerConfig:
@@ -130,6 +166,48 @@ def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
     whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | kept
     _, *rest = kept.get("betas", (0.9, 0.999))
     return whole | {"betas": [momentum, *rest], "decoupled_weight_decay": decoupled}
+
+
+def rotated_form(config: OptimizerConfig, rotation: BasisRotationConfig) -> OptimizerConfig:
+    """Returns Adam or AdamW with rotated bases. Raises UserError for other optimizers."""
+    if config.name not in ("Adam", "AdamW"):
+        raise UserError(
+            "asynchronous: basis_rotation: it is a form of Adam and AdamW, and the optimizer is "
+            f"{config.name}: choose one of them, or leave basis_rotation out"
+        )
+    if any(group.name is not None for group in config.groups):
+        raise UserError(
+            "asynchronous: basis_rotation: it is a form of one optimizer: remove `name` from the "
+            "optimizer's groups, or leave basis_rotation out"
+        )
+    groups = (
+        group.model_copy(update={"args": _rotated(config.name, config.args | group.args, rotation)})
+        for group in config.groups
+    )
+    return OptimizerConfig(
+        name=ROTATED, args=_rotated(config.name, config.args, rotation), groups=tuple(groups)
+    )
+
+
+def _rotated(name: str, args: dict[str, Any], rotation: BasisRotationConfig) -> dict[str, Any]:
+    for refused in ("amsgrad", "maximize", "capturable", "differentiable"):
+        if args.get(refused):
+            raise UserError(
+                f"asynchronous: basis_rotation: it has no {refused}: remove that from the "
+                "optimizer's args"
+            )
+    left_out = ("amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused")
+    kept = {name: value for name, value in args.items() if name not in left_out}
+    is_decoupled = name == "AdamW" or bool(kept.pop("decoupled_weight_decay", False))
+    whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if name == "AdamW" else 0.0} | kept
+    return whole | {"decoupled": is_decoupled, **rotation.model_dump()}
+
+
+def turns_every(every: int, delay: int, greatest: int) -> int:
+    """Returns after how many updates a stage with this delay turns its bases: `every` with the
+    greatest delay of all stages.
+    """
+    return math.ceil(every * (greatest + 1) / (delay + 1))
 
 
 def slowing(delay: int, update: int, updates: int) -> float:

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import OptimizerConfig
+from pipedream.runtime.optim.basis_rotation import RotatedAdam
+from pipedream.runtime.optim.late_gradients import ROTATED
 
 _UNFIT = {
     "LBFGS": (
@@ -28,8 +30,11 @@ _UNFIT = {
     ),
 }
 
-_NOT_ELEMENTWISE = ("Adafactor", "Muon")
+_NOT_ELEMENTWISE = ("Adafactor", "Muon", ROTATED)
 """What these do to an element of a parameter depends on the others."""
+
+_FORMS = {ROTATED: RotatedAdam}
+"""Classes that are not torch's: forms of an optimizer that a run config asks for otherwise."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 """On a CPU, fused kernels (torch 2.13) leave most elements of such parameters as they are."""
@@ -97,15 +102,18 @@ def make_optimizer(
 def _check_divided(group: ParameterGroup, divided: Iterable[str]) -> None:
     own = next((name for name in divided if name in group.members), None)
     if own is not None and group.optimizer.name in _NOT_ELEMENTWISE:
+        option, name, instead = group.option, group.optimizer.name, "write AdamW for it"
+        if name == ROTATED:
+            option, name, instead = "asynchronous", "basis_rotation", "leave basis_rotation out"
         raise UserError(
-            f"{group.option}: {group.optimizer.name} has to see the whole of {own}, which the plan "
-            f"divides among devices: write AdamW for it, or place it R in the plan"
+            f"{option}: {name} has to see the whole of {own}, which the plan divides among "
+            f"devices: {instead}, or place it R in the plan"
         )
 
 
 def _make(group: ParameterGroup, parameters: Mapping[str, nn.Parameter], fused: bool) -> Optimizer:
     config = group.optimizer
-    kind = getattr(torch.optim, config.name, None)
+    kind = _FORMS.get(config.name) or getattr(torch.optim, config.name, None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
         names = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
         del names["optimizer"]

@@ -20,7 +20,7 @@ from pipedream.graph.run_config import (
     OptimizerConfig,
     RunConfig,
 )
-from pipedream.runtime.optim.late_gradients import check_corrections, nesterov_form
+from pipedream.runtime.optim.late_gradients import check_corrections, optimizer_form
 from pipedream.runtime.run.training_segment import Position, whole_updates
 from pipedream.schedule.action import StageLink, Worker
 from pipedream.schedule.orders.auto import has_room
@@ -145,8 +145,7 @@ class Job:
     @property
     def optimizer(self) -> OptimizerConfig:
         """The config's optimizer, or the form of it that is asked for."""
-        optimizer, momentum = self.config.optimizer, self.config.asynchronous.nesterov
-        return optimizer if momentum is None else nesterov_form(optimizer, momentum)
+        return optimizer_form(self.config.optimizer, self.config.asynchronous)
 
     def divides_updates(self, stage: int) -> bool:
         """Returns whether the replicas of a stage divide the optimizer's state among them."""
@@ -214,7 +213,9 @@ class Job:
         if not divided:
             return
         why, optimizer = None, self.optimizer.not_elementwise
-        if optimizer is not None:
+        if self.config.asynchronous.basis_rotation is not None:
+            why = "replicas update parts of parameters, and basis_rotation needs whole matrices"
+        elif optimizer is not None:
             why = f"replicas update parts of parameters, and {optimizer} may have to see whole ones"
         elif self.config.asynchronous.weight_prediction:
             why = "replicas know the last step of parts alone, and weight_prediction needs all"

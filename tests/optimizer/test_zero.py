@@ -114,7 +114,12 @@ def test_it_is_a_remedy_where_nothing_fits(make_graph, goal):
         return
     with pytest.raises(UserError, match=r"give at least --memory \d+kB or --zero auto$"):
         optimize(request)
-    predicting = replace(request, weight_prediction=True, schedule="weight-stashing", memory=3.9e6)
+    predicting = replace(
+        request,
+        corrections=frozenset({"weight_prediction"}),
+        schedule="weight-stashing",
+        memory=3.9e6,
+    )
     with pytest.raises(UserError, match=r"give at least --memory \d+kB$"):
         optimize(predicting)
 

@@ -7,6 +7,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile, ProfiledProcess
 from pipedream.graph.units import show_bytes
+from pipedream.optimizer.cli.asked.corrections import whole_state_option
 from pipedream.optimizer.cli.cluster_options import bytes_of
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cost.memory import ROOM_ON_GPU
@@ -48,12 +49,13 @@ def host_bandwidth_of(options: Options, profile: Profile | None) -> float | None
 
 def zero_of(options: Options) -> Zero:
     """Returns whether replicas may divide the optimizer's state. Raises UserError."""
-    if not options.weight_prediction:
+    needing = whole_state_option(options)
+    if needing is None:
         return options.zero
     if options.zero == "always":
         raise UserError(
-            "--zero always: replicas that divide updates know the last step of their parts alone,"
-            " and weight prediction needs all of it: leave --weight-prediction or --zero out"
+            "--zero always: replicas that divide updates know the optimizer's state of their parts"
+            f" alone, and {needing} needs all of it: leave {needing} or --zero out"
         )
     return "never"
 

@@ -14,13 +14,7 @@ from pipedream.schedule.policy import uniform_updates
 
 
 def schedule_of(options: Options, latency: Latency | None) -> ScheduleName:
-    schedule = options.schedule or ("weight-stashing" if latency is None else "flush")
-    if options.weight_prediction and schedule != "weight-stashing":
-        raise UserError(
-            f"--weight-prediction is for weight-stashing, and the schedule is {schedule}: leave one"
-            " of them out"
-        )
-    return schedule
+    return options.schedule or ("weight-stashing" if latency is None else "flush")
 
 
 def with_schedule(options: Options) -> Options:
@@ -65,7 +59,7 @@ def with_global_batch(options: Options) -> Options:
     whole = options.global_batch
     if whole is None:
         return options
-    if options.schedule is None and not options.weight_prediction:
+    if options.schedule is None and not options.corrections:
         options = replace(options, schedule="flush")
     if options.objective != "latency" and not in_rounds(replace(options, microbatches=None)):
         raise UserError(

@@ -467,6 +467,10 @@ def test_says_what_is_wrong_before_it_plans(tmp_path, monkeypatch):
         ["--sweep", "5..5"],
         ["--sweep", "1..4096"],
         ["--weight-prediction", "--schedule", "flush"],
+        ["--error-feedback", "--schedule", "gpipe"],
+        ["--error-feedback", "--weight-prediction"],
+        ["--basis-rotation", "--optimizer", "sgd"],
+        ["--basis-rotation"],
     ):
         done = CliRunner().invoke(main, [str(word) for word in (graph, *LEVELS, *late)])
         assert done.exit_code == 2

@@ -199,13 +199,57 @@ def test_the_choice_is_the_cheaper_one_that_fits(graph):
 
 def test_predicted_weights_stand_beside_the_newest_and_the_last_step(graph):
     """One copy for each minibatch in flight; the last stage predicts nothing."""
+    corrections = frozenset({"weight_prediction"})
     held = MemoryModel(
-        cuts_of(graph), TrainingSettings("weight-stashing", "momentum", weight_prediction=True)
+        cuts_of(graph), TrainingSettings("weight-stashing", "momentum", corrections=corrections)
     )
     found = items(held, 0, 2, 3)
     assert (found["weight_versions"], found["optimizer_state"]) == (3 * 11, 2 * 11)
     found = items(held, 0, 2, 1)
     assert (found["weight_versions"], found["optimizer_state"]) == (0, 11)
+
+
+def test_steps_to_be_made_good_are_kept_as_long_as_older_versions(graph):
+    """Replicas that divide the updates keep those of their parts; the last stage keeps none."""
+    corrections = frozenset({"error_feedback"})
+    held = MemoryModel(
+        cuts_of(graph), TrainingSettings("weight-stashing", "adam", corrections=corrections)
+    )
+    kept = {n: items(held, 0, 2, n)["optimizer_state"] for n in (1, 2, 3)}
+    assert kept == {n: (2 + n - 1) * 11 for n in (1, 2, 3)}
+    divided = held.of(0, 2, Peak(3, 3), False, Replicas(4, 4))
+    assert divided.optimizer_state == (2 + 2) * 11 / 4
+    two = MemoryModel(cuts_of(graph), TrainingSettings("2bw", "adam", corrections=corrections))
+    assert items(two, 0, 2, 1)["optimizer_state"] == (2 + 1) * 11, "the last stage, too"
+
+
+def test_bases_are_part_of_the_optimizers_state(graph):
+    footprints = {name: Footprint(1, 1, bases=100 * k) for k, name in enumerate(graph.order)}
+    cuts = cuts_of(graph, footprints)
+    plain, rotated = (
+        MemoryModel(cuts, TrainingSettings("weight-stashing", "adam", corrections=corrections))
+        for corrections in (frozenset(), frozenset({"basis_rotation"}))
+    )
+    for start, end in ((0, 2), (1, len(cuts) - 1)):
+        of = [held.of(start, end, Peak(2, 2), False) for held in (plain, rotated)]
+        bases = 100.0 * sum(
+            graph.order.index(cuts.graph.names[node]) for node in cuts.nodes(start, end)
+        )
+        assert of[1] == of[0].model_copy(update={"optimizer_state": of[0].optimizer_state + bases})
+        total = rotated.total(start, slice(end, end + 1), Peak(2, 2), False)
+        assert total == [of[1].total]
+
+
+def test_finding_bases_takes_memory_at_the_update(graph):
+    """That of the parameter which needs most, once activations are gone."""
+    gaps = dict.fromkeys(graph.order, (0.5, 0.0))
+    for finding in (10.0, 10_000.0):
+        footprints = {name: Footprint(1000, 1, finding=finding) for name in graph.order}
+        corrections = frozenset({"basis_rotation"})
+        settings = TrainingSettings("weight-stashing", "sgd", corrections=corrections, gaps=gaps)
+        found = items(MemoryModel(cuts_of(graph, footprints), settings), 0, 2, 1)
+        at_update = 11 + 1.5 * 11 + found["inputs"] + finding
+        assert (sum(found.values()) == pytest.approx(at_update)) == (finding == 10_000.0)
 
 
 def test_replicas_divide_the_optimizers_state_and_nothing_else(graph):

@@ -13,6 +13,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.run_config import (
     AsynchronousConfig,
+    BasisRotationConfig,
     DataFactory,
     Factory,
     GroupConfig,
@@ -62,6 +63,9 @@ def test_the_optimizers_state_is_divided_only_where_that_changes_nothing() -> No
     predicting = AsynchronousConfig(weight_prediction=True)
     with pytest.raises(UserError, match=r"^zero: .* weight_prediction needs all: write zero: fa"):
         divided(asynchronous=predicting).check_zero()
+    rotating = AsynchronousConfig(basis_rotation=BasisRotationConfig())
+    with pytest.raises(UserError, match=r"^zero: .* basis_rotation needs whole matrices: write"):
+        divided(asynchronous=rotating, optimizer=OptimizerConfig(name="Adam")).check_zero()
     turned = divided()
     stages = [turned.plan.stages[0].model_copy(update={"ranks": (1, 0, 2, 3)})]
     plan = turned.plan.model_copy(update={"stages": (*stages, *turned.plan.stages[1:])})

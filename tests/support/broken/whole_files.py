@@ -201,7 +201,13 @@ def _run_yaml() -> bytes:
             "args": {"lr": 0.1, "betas": [0.9, 0.99]},
             "groups": [{"match": ["*.bias"], "name": "SGD", "args": {"lr": 0.2}}],
         },
-        "asynchronous": {"rate_correction": 5, "weight_prediction": True, "nesterov": 0.9},
+        "asynchronous": {
+            "rate_correction": 5,
+            "weight_prediction": True,
+            "nesterov": 0.9,
+            "error_feedback": 0.5,
+            "basis_rotation": {"every": 10, "widest": 4096},
+        },
         "scheduler": {
             "name": "ReduceLROnPlateau",
             "args": {"factor": 0.5},
