@@ -217,6 +217,11 @@ def _node(
             kind: sum(update.state.get(p, 0) for p in owned)
             for kind, update in measured.updates.items()
         },
+        update_seconds={
+            kind: sum(update.seconds.get(p, 0.0) for p in owned)
+            for kind, update in measured.updates.items()
+            if update.seconds is not None
+        },
     )
 
 

@@ -1,16 +1,16 @@
 """What each parameter of a captured model is for: a weight of a hidden layer, a table, the output.
 
 Optimizers that orthogonalize what they add to a matrix, as Muon does, are for the weights of hidden
-layers alone, and leave tables, the output, biases and norms to another (Jordan and others, "Muon: An
-optimizer for hidden layers in neural networks", 2024). Roles follow from what operators do with a
+layers alone, and leave tables, the output, biases and norms to another (Jordan and others: Muon, an
+optimizer for hidden layers in neural networks, 2024). Roles follow from what operators do with a
 parameter, not from its name.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from enum import Enum
+from operator import attrgetter, getitem
 
 import torch
 from torch import fx
@@ -66,21 +66,7 @@ def roles(captured: Captured) -> dict[str, Role]:
     the factor of the last product that has a matrix among its factors; `HIDDEN`: a factor of any
     other product, in which recurrent layers are included; `OTHER_MATRIX`: neither.
     """
-    names = {id(parameter): name for name, parameter in captured.module.named_parameters()}
-    place = {node: number for number, node in enumerate(captured.module.graph.nodes)}
-    in_product: dict[str, int] = {}
-    tables: set[str] = set()
-    for node in captured.module.graph.nodes:
-        if node.op != "get_attr":
-            continue
-        name = names.get(id(_attribute(captured.module, str(node.target))))
-        if name is None or not _is_matrix(captured.module.get_parameter(name)):
-            continue
-        for reader in _readers(node):
-            if _family(reader) in _LOOKUPS:
-                tables.add(name)
-            elif _family(reader) in _PRODUCTS:
-                in_product[name] = max(place[reader], in_product.get(name, 0))
+    tables, in_product = _uses(captured.module)
     output = max(in_product, key=in_product.__getitem__, default=None)
 
     def role(name: str, parameter: torch.Tensor) -> Role:
@@ -95,6 +81,26 @@ def roles(captured: Captured) -> dict[str, Role]:
     return {name: role(name, each) for name, each in captured.module.named_parameters()}
 
 
+def _uses(module: fx.GraphModule) -> tuple[set[str], dict[str, int]]:
+    """Returns the matrices that rows are looked up in, and the place in the graph of the last
+    product of each that is a factor.
+    """
+    names = {id(each): name for name, each in module.named_parameters() if _is_matrix(each)}
+    place = {node: number for number, node in enumerate(module.graph.nodes)}
+    tables: set[str] = set()
+    in_product: dict[str, int] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = names.get(id(attrgetter(node.target)(module)))
+        if name is None:
+            continue
+        for reader in _readers(node):
+            if _family(reader) in _LOOKUPS:
+                tables.add(name)
+            elif _family(reader) in _PRODUCTS:
+                in_product[name] = max(place[reader], in_product.get(name, 0))
+    return tables, in_product
+
+
 def _is_matrix(parameter: torch.Tensor) -> bool:
     return parameter.dim() == 2 and parameter.is_floating_point()
 
@@ -102,7 +108,7 @@ def _is_matrix(parameter: torch.Tensor) -> bool:
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """Yields what reads the value, or the same value in another form."""
     for user in node.users:
-        if _family(user) in _SAME or user.target is operator.getitem:
+        if _family(user) in _SAME or user.target is getitem:
             yield from _readers(user)
         else:
             yield user
@@ -114,10 +120,3 @@ def _family(node: fx.Node) -> str:
         return ""
     space, _, name = node.target._schema.name.partition("::")
     return name if space == "aten" else ""
-
-
-def _attribute(module: fx.GraphModule, path: str) -> object:
-    value: object = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value

@@ -36,11 +36,11 @@ class Captures:
     epoch, by its number, if that has fewer examples.
 
     `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
-    `roles`: what each parameter is for; `buffers`: the names of all buffers. `evaluation`: a rank's part in evaluating the held-out
-    data, None if that is not asked for or cannot go through the pipeline. `model`: if minibatches
-    vary in shape, to capture it for others. `first`: the minibatch it was captured for.
-    `tolerance`: by how much the passes of the pipeline may differ from the model's, if that was
-    looked at.
+    `buffers`: those of all its buffers. `roles`: what each parameter is for. `evaluation`: a rank's
+    part in evaluating the held-out data, None if that is not asked for or cannot go through the
+    pipeline. `model`: if minibatches vary in shape, to capture it for others. `first`: the
+    minibatch it was captured for. `tolerance`: by how much the passes of the pipeline may differ
+    from the model's, if that was looked at.
     """
 
     whole: Captured
