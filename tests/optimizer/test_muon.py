@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def told(rate: float | None = RATE) -> Profile:
 def graph() -> Graph:
     sizes = dict(zip(NAMES, (320.0, 80.0, 0.0), strict=True))
     nodes = {n: Node(n, "Linear()", 1.0, 2.0, (100.0,), size) for n, size in sizes.items()}
-    return Graph(nodes, tuple(zip(NAMES, NAMES[1:], strict=False)))
+    return Graph(nodes, tuple(pairwise(NAMES)))
 
 
 def states(of: Graph, optimizer: str, ends: tuple[int, int]) -> float:
