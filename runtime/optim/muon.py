@@ -89,17 +89,14 @@ def roles_by_shape(parameters: Mapping[str, Tensor]) -> dict[str, Role]:
 
 def roles_by_state(parameters: Mapping[str, Tensor], remembered: Iterable[str]) -> dict[str, Role]:
     """Returns roles that divide the parameters as the run did whose optimizers remember the tensors
-    `PARAMETER/STATE`; what was never learned counts as Muon's least.
+    `PARAMETER/STATE`. What they do not remember has never been learned, and may be anyone's.
     """
     by_muon = {key.rpartition("/")[0] for key in remembered if key.endswith(f"/{MOMENTUM}")}
-    return {
-        name: Role.HIDDEN
-        if name in by_muon
-        else Role.OTHER_MATRIX
-        if _is_matrix(each)
-        else Role.NO_MATRIX
+    others = {
+        name: Role.OTHER_MATRIX if _is_matrix(each) else Role.NO_MATRIX
         for name, each in parameters.items()
     }
+    return others | {name: Role.HIDDEN for name in parameters if name in by_muon}
 
 
 def _is_matrix(parameter: Tensor) -> bool:
@@ -154,21 +151,19 @@ def _described(names: Sequence[str], roles: Mapping[str, Role]) -> str:
 def check_state(
     config: OptimizerConfig, names: Sequence[str], remembered: Iterable[str], where: str
 ) -> None:
-    """Raises UserError if what is remembered, as `PARAMETER/STATE`, of a parameter is another
-    optimizer's than the one that is to learn it: Muon's or not. `names`: of the whole model.
+    """Raises UserError if what is remembered, as `PARAMETER/STATE`, of a parameter of Muon's is not
+    its own, or of one of AdamW's is Muon's. `names`: of the whole model.
     """
     if MUON not in config.names:
         return
-    by_muon = {
-        name
-        for group in groups(config, names)
-        if group.optimizer.name == MUON
-        for name in group.members
+    learner = {
+        name: group.optimizer.name for group in groups(config, names) for name in group.members
     }
     for name, _, state in (key.rpartition("/") for key in remembered):
-        if state != "step" and (state == MOMENTUM) != (name in by_muon):
-            before, now = (MUON, "another") if state == MOMENTUM else ("another", MUON)
+        is_muons = state == MOMENTUM
+        if learner[name] == (OTHERS if is_muons else MUON):
+            before = MUON if is_muons else "another optimizer"
             raise UserError(
-                f"{where}: {name} was learned by {before} optimizer, and the config gives it to"
-                f" {now}: write the groups of the optimizer as they were"
+                f"{where}: {name} was learned by {before}, and the config gives it to"
+                f" {learner[name]}: write the optimizer and its groups as they were"
             )

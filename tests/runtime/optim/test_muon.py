@@ -330,6 +330,9 @@ def test_what_another_optimizer_remembers_is_refused() -> None:
     config, names = with_others(MUON, ROLES), list(ROLES)
     right = ["a.weight/momentum_buffer", "head/exp_avg", "head/step"]
     check_state(config, names, right, "--resume")
+    momentum = GroupConfig(match=("head",), name="SGD", args={"momentum": 0.9})
+    grouped = with_others(MUON.model_copy(update={"groups": (momentum,)}), ROLES)
+    check_state(grouped, names, ["head/momentum_buffer"], "--resume")
     for wrong in ("a.weight/exp_avg", "head/momentum_buffer"):
         with pytest.raises(UserError, match=r"^--resume: (a.weight|head) was learned by .*"):
             check_state(config, names, [*right, wrong], "--resume")
