@@ -28,8 +28,9 @@ WHOLE_ORDERS: tuple[OrderName, ...] = ("1f1b", "interleaved")
 BEST_ORDER = "best"
 """Of pd-optimize: whichever of them is fastest."""
 
-OptimizerName: TypeAlias = Literal["sgd", "momentum", "adam"]
-"""They keep no, one or two tensors of state for each parameter."""
+OptimizerName: TypeAlias = Literal["sgd", "momentum", "adam", "muon"]
+"""The first three keep no, one or two tensors of state for each parameter; muon keeps one for each
+weight of a hidden layer, and has AdamW's two for the others."""
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 

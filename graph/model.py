@@ -36,8 +36,12 @@ class Node:
     a list, even of one entry.
 
     Of a backward pass that is divided in gradients of the inputs (BI) and of the parameters (BW):
-    `backward_input_share`, the part that BI takes, and `kept_bytes`, what BW needs after BI. The
-    text form lacks both; None stands for what was not measured.
+    `backward_input_share`, the part that BI takes, and `kept_bytes`, what BW needs after BI.
+
+    Of an optimizer that does not treat all parameters alike: `update_bytes`, those that it would
+    update in the same time at its mean rate, and `state_bytes`, what it keeps for them.
+
+    The text form lacks all four; None stands for what was not measured, or is as for others.
     """
 
     id: str
@@ -50,6 +54,8 @@ class Node:
     several_outputs: bool = False
     backward_input_share: float | None = None
     kept_bytes: float | None = None
+    update_bytes: float | None = None
+    state_bytes: float | None = None
 
     @cached_property
     def is_input(self) -> bool:
@@ -72,6 +78,11 @@ class Node:
         share = assumed if self.backward_input_share is None else self.backward_input_share
         return share * self.backward_seconds
 
+    @property
+    def updated_bytes(self) -> float:
+        """Returns `update_bytes`; where that is not known, the bytes of the parameters."""
+        return self.parameter_bytes if self.update_bytes is None else self.update_bytes
+
     @cached_property
     def output_bytes(self) -> float:
         return math.fsum(self.activation_bytes)
@@ -81,9 +92,10 @@ class NodeArrays(NamedTuple):
     """The figures of all nodes, as arrays in the order of the file.
 
     `place`: of each node by its name. Seconds are 0 for the model's inputs. `backward_input`:
-    seconds of BI. `kept`: bytes that BW needs after BI, NaN where this was not measured. `sent`,
-    `returned`: bytes of the output, and of its gradient if anything before it learns. `reads`: the
-    places of the two ends of each edge of `read_nodes`, of shape (2, edges).
+    seconds of BI. `kept`: bytes that BW needs after BI, NaN where this was not measured.
+    `updated`: `Node.updated_bytes`. `sent`, `returned`: bytes of the output, and of its gradient if
+    anything before it learns. `reads`: the places of the two ends of each edge of `read_nodes`, of
+    shape (2, edges).
     """
 
     place: Mapping[str, int]
@@ -92,6 +104,7 @@ class NodeArrays(NamedTuple):
     backward_input: NDArray[np.float64]
     kept: NDArray[np.float64]
     parameters: NDArray[np.float64]
+    updated: NDArray[np.float64]
     sent: NDArray[np.float64]
     returned: NDArray[np.float64]
     reads: NDArray[np.int64]
@@ -144,6 +157,7 @@ class Graph:
                 0.0 if node.is_input else node.backward_input_seconds,
                 np.nan if node.kept_bytes is None else node.kept_bytes,
                 node.parameter_bytes,
+                node.updated_bytes,
                 node.output_bytes,
                 node.output_bytes if name in self.learning else 0.0,
             )
@@ -151,11 +165,20 @@ class Graph:
         ]
         reads = [(place[name], place[r]) for name, readers in self.read_nodes for r in readers]
         ends = np.array(reads, dtype=np.int64).reshape(-1, 2).T
-        forward, backward, backward_input, kept, parameters, sent, returned = (
-            np.array(rows, dtype=np.float64).reshape(-1, 7).T
+        forward, backward, backward_input, kept, parameters, updated, sent, returned = (
+            np.array(rows, dtype=np.float64).reshape(-1, 8).T
         )
         return NodeArrays(
-            place, forward, backward, backward_input, kept, parameters, sent, returned, ends
+            place,
+            forward,
+            backward,
+            backward_input,
+            kept,
+            parameters,
+            updated,
+            sent,
+            returned,
+            ends,
         )
 
     @cached_property

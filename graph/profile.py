@@ -137,6 +137,8 @@ class ProfiledNode(ArtifactModel):
     """What Adam with basis_rotation, as it is by default, keeps for its parameters in addition."""
     basis_workspace_bytes: _Bytes | None = None
     """The most that finding the bases of one of its parameters needs for a while."""
+    update_seconds: dict[str, _NonNegative] = Field(default_factory=dict)
+    """By optimizer that does not treat all parameters alike: what a step takes for its own."""
 
     @property
     def is_input(self) -> bool:
@@ -461,6 +463,23 @@ class Profile(ArtifactModel):
                 kept_bytes=node.kept_bytes,
             )
             for node in self.nodes
+        )
+
+    def updated_by(self, optimizer: str, graph: Graph) -> Graph:
+        """Returns the graph with what this optimizer keeps for the parameters of each node, and how
+        long it takes for them, where profiles tell parameters apart: see `Node`.
+        """
+        rate = self.updates.get(optimizer)
+        known = [node for node in self.nodes if optimizer in node.update_seconds]
+        if rate is None or not known:
+            return graph
+        return graph.with_nodes(
+            replace(
+                graph.nodes[node.id],
+                update_bytes=node.update_seconds[optimizer] * rate.bytes_per_second,
+                state_bytes=node.optimizer_bytes[optimizer],
+            )
+            for node in known
         )
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipedream.graph.choices import MICROBATCHES, Correction
 from pipedream.graph.errors import ArtifactModel, read_artifact
@@ -39,6 +39,9 @@ _ELEMENTWISE = (
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
 """Optimizers in which what an element of a parameter becomes depends on no other."""
+
+MUON = "Muon"
+"""The class of torch.optim that is for the weights of hidden layers alone."""
 
 _FUNCTION = r"[\w.\-]+:[\w.]+"
 
@@ -123,6 +126,20 @@ class OptimizerConfig(ArtifactModel):
     """Its keyword arguments."""
     groups: tuple[GroupConfig, ...] = ()
     """Groups of parameters with options of their own."""
+    others: dict[str, Any] | None = None
+    """With Muon, which is for the weights of hidden layers: keyword arguments of AdamW, which
+    learns all other parameters that match no group. Muon's `lr` and `weight_decay` are the default
+    with `adjust_lr_fn: match_rms_adamw`; else this is required.
+    """
+
+    @model_validator(mode="after")
+    def _check_others(self) -> OptimizerConfig:
+        if self.others is not None and self.name != MUON:
+            raise ValueError(
+                f"others: are for AdamW beside {MUON}, and {self.name} learns all parameters:"
+                " leave it out, or write groups"
+            )
+        return self
 
     @property
     def names(self) -> str:

@@ -224,6 +224,11 @@ def _node(
         basis_workspace_bytes=max(
             (_ROTATION.workspace_bytes(p.shape, p.itemsize) for p in learned), default=0
         ),
+        update_seconds={
+            kind: sum(update.seconds.get(p, 0.0) for p in owned)
+            for kind, update in measured.updates.items()
+            if update.seconds is not None
+        },
     )
 
 

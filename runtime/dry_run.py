@@ -55,6 +55,9 @@ def dry_run(job: Job) -> Iterator[str]:
     if job.init is not None:
         yield f"init      {begin(job.init, stages, job.init_optimizer)}"
     yield f"training  {announcement(job, examples.minibatches)}"
+    learners = captures.learners_of(job)
+    if learners is not None:
+        yield f"optimizer {learners}"
     Writers.of(job)
     yield f"memory    {_memory(job)}"
     wanted = job.plan.predicted.expected_seconds_per_minibatch

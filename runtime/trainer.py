@@ -93,6 +93,8 @@ def _run(context: RankContext) -> None:
     if local.rank_info.rank == 0:
         line = announcement(local.job, local.examples.minibatches)
         print(f"training: {line}", file=sys.stderr, flush=True)
+        if local.learners is not None:
+            print(f"optimizer: {local.learners}", file=sys.stderr, flush=True)
     gc.freeze()  # what is there stays; to look through it again and again takes long
     try:
         with nullcontext() if context.display is None else context.display:

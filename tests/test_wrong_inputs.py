@@ -299,7 +299,7 @@ def test_one_line_says_what_is_wrong_with_a_run(words: str, expected: str, folde
 WRONG_TOGETHER = [
     ("plan.json --config vector.yaml -o vector", r"vector.*scalar"),
     ("plan.json --config late.yaml -o late", r"user.py:\d+: KeyError"),
-    ("plan.json --config muon.yaml -o muon", r"optimizer Muon learns matrices, .* name: AdamW"),
+    ("plan.json --config muon.yaml -o muon", r"optimizer Muon: .* write others: \{lr: 0.001\} .*"),
     ("plan.json --config steps.yaml -o steps", r"scheduler StepLR .*ZeroDivisionError"),
     ("plan.json --config nan.yaml -o nan", r"loss of minibatch \d+ in epoch \d is nan"),
     ("plan.json --config run.yaml -o none --resume", r"--resume: there is no checkpoint"),

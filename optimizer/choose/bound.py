@@ -114,7 +114,8 @@ def _least_overhead(request: Request) -> float:
     """
     overheads, most = request.overheads, _most_microbatches(request)
     parameters = float(request.planning.parameter_bytes.sum())
-    updates = parameters / request.update_rate / (most or request.cluster.devices)
+    updated = sum(node.updated_bytes for node in request.graph.nodes.values())
+    updates = updated / request.update_rate / (most or request.cluster.devices)
     if overheads is None:
         return updates
     calls = overheads.call_forward + overheads.call_backward

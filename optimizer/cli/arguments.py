@@ -105,7 +105,7 @@ GROUPS = {
         option(
             "--update-rate BYTES",
             "Bytes of parameters that the optimizer updates per second.  [default: the profile's;"
-            " else 50GB, in the simulation only]",
+            " else 50GB, or 10GB of muon, in the simulation only]",
         ),
         option(
             "--calibrate RUN",
@@ -193,7 +193,8 @@ GROUPS = {
         ),
         option(
             "--optimizer",
-            "Optimizer whose state is counted: none, one or two tensors per parameter.",
+            "Optimizer whose state and updates are counted: none, one or two tensors per parameter;"
+            " with muon one for a weight of a hidden layer, and AdamW's two for all others.",
         ),
         option(
             "--weight-prediction",

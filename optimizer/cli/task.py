@@ -44,7 +44,7 @@ from pipedream.optimizer.sharding.team_graph import (
     of_leaders,
 )
 from pipedream.optimizer.sharding.views import Views, of_teams
-from pipedream.optimizer.simulate.workload import UPDATE_RATE
+from pipedream.optimizer.simulate.workload import MUON_UPDATE_RATE, UPDATE_RATE
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def make_task(options: Options) -> Task:
         host_bandwidth=host_bandwidth_of(options, profile),
         selective=profile is None or profile.compile is None,  # what is compiled runs as a whole
         in_flight=options.in_flight,
-        update_rate=rate or rates.get(options.optimizer, UPDATE_RATE),
+        update_rate=rate or rates.get(options.optimizer, _usual_rate(options)),
         overheads=overheads,
         footprints=footprints_of(options, profile),
         microbatches=options.microbatches if rounds else None,
@@ -224,6 +224,10 @@ def make_task(options: Options) -> Task:
     if options.mesh is None:
         return task
     return task.on_mesh(parse_mesh(options.mesh), options.shard, options.intra_op)
+
+
+def _usual_rate(options: Options) -> float:
+    return MUON_UPDATE_RATE if options.optimizer == "muon" else UPDATE_RATE
 
 
 def _cost_model(options: Options) -> CostModel:

@@ -29,8 +29,8 @@ from pipedream.optimizer.cuts.planning_graph import Floats, Ints, PlanningGraph
 from pipedream.schedule.policy import Peak, Policy, policy, uniform_updates
 from pipedream.schedule.spec import PipelineSpec
 
-STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2}
-"""Tensors per parameter in the optimizer's state."""
+STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2, "muon": 2}
+"""Tensors per parameter in the optimizer's state; of muon at most: see `Node.state_bytes`."""
 
 MOMENTS = 24
 """Moments of the backward pass that are examined; neighbouring nodes share one in larger graphs."""
@@ -98,12 +98,13 @@ _Varying: TypeAlias = tuple[Floats, Floats, Floats]
 
 
 class _Copies(NamedTuple):
-    """How often a worker holds the parameters once more, as older versions, as the optimizer's
-    state and as buckets in which replicas add gradients up, and what a minibatch saves and
-    receives, besides what a backward pass holds.
+    """How often a worker holds the parameters once more, as older versions, as steps of theirs and
+    as buckets in which replicas add gradients up; which part it holds of the optimizer's state; and
+    what a minibatch saves and receives, besides what a backward pass holds.
     """
 
     older: int
+    steps: Floats | float
     state: Floats | float
     buckets: int
     saved: int
@@ -170,11 +171,12 @@ class MemoryModel:
             varying = np.asarray(sum(self._varying_parts(start, every))).max(axis=0)
             first, further = self._shares(start, every)
             self._last = start, (*self._amounts(start, every), 1 + further, (1 + first) * varying)
-        parameters, saved, received, sent, further, varying = self._last[1]
+        parameters, state, saved, received, sent, further, varying = self._last[1]
         copies = self._copies(peak, recompute, replicas)
         passing = copies.saved * saved[ends] + copies.received * received[ends] + sent[ends]
         return np.asarray(
-            (1 + copies.older + copies.state + copies.buckets) * parameters[ends]
+            (1 + copies.older + copies.steps + copies.buckets) * parameters[ends]
+            + copies.state * state[ends]
             + self._bases(start, ends)
             + further[ends] * passing
             + varying[ends]
@@ -230,7 +232,7 @@ class MemoryModel:
         its nodes saved, with `recompute` only during its backward pass.
         """
         ends = slice(end, end + 1)
-        parameters, saved, received, sent = self._amounts(start, ends)
+        parameters, state, saved, received, sent = self._amounts(start, ends)
         copies = self._copies(peak, recompute is True, replicas)
         if isinstance(recompute, Offloaded):
             copies = copies._replace(saved=min(copies.saved, OFFLOADED_SETS - 1))
@@ -249,7 +251,9 @@ class MemoryModel:
         items = {
             "parameters": parameters,
             "weight_versions": copies.older * parameters,
-            "optimizer_state": copies.state * parameters + self._bases(start, ends),
+            "optimizer_state": copies.state * state
+            + copies.steps * parameters
+            + self._bases(start, ends),
             "gradients": gradients,
             "buckets": copies.buckets * parameters,
             "activations": activations - made,
@@ -301,14 +305,25 @@ class MemoryModel:
         made = np.minimum(np.append(made, 0.0), freed)
         return ((saved[:, 0] - freed + made)[:, None], gradients, workspace), made
 
-    def _amounts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats, Floats]:
-        """Bytes of parameters, of what a minibatch saves and receives, and of what is sent and read
-        ahead, once.
+    @cached_property
+    def _state(self) -> Floats | None:
+        """[state of the cuts]: what the optimizer keeps for the nodes before the cut, if that is
+        known of each.
+        """
+        known = self.cuts.graph.state_bytes
+        return None if known is None else self.cuts.sum(known)
+
+    def _amounts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+        """Bytes of parameters, of the optimizer's state, of what a minibatch saves and receives,
+        and of what is sent and read ahead, once.
         """
         own = self._parameters[-1, ends] - self._parameters[-1, start]
+        copied, each = self.cuts.copied_bytes(start)[ends], STATES[self.settings.optimizer]
+        known = each * own if self._state is None else self._state[ends] - self._state[start]
         ahead = self.cuts.bytes_input(start)[ends]
         return (
-            own + self.cuts.copied_bytes(start)[ends],
+            own + copied,
+            known + each * copied,
             self._saved[-1, ends] - self._saved[-1, start],
             self.cuts.bytes_received(start)[ends],
             self.cuts.bytes_across[ends] + self.settings.read_ahead * ahead,
@@ -329,7 +344,8 @@ class MemoryModel:
         kept = peak.versions - 1 if "error_feedback" in corrections else 0
         return _Copies(
             older=peak.in_flight if predicting else peak.versions - 1,
-            state=(STATES[self.settings.optimizer] + kept) / replicas.parts + predicting,
+            steps=kept / replicas.parts + predicting,
+            state=1 / replicas.parts,
             buckets=int(replicas.number > 1),
             saved=0 if recompute else peak.in_flight - 1,
             received=peak.in_flight + 1,

@@ -39,7 +39,7 @@ def stage_time(
     it, so the largest of these times over the stages of a plan is the plan's time.
     """
     graph, nodes = cost.cuts.graph, list(cost.cuts.nodes(stage.start, stage.end))
-    update = float(graph.parameter_bytes[nodes].sum()) * graph.update
+    update = float(graph.update_seconds[nodes].sum())
     work = compute_seconds(graph, nodes, recompute) + update
     seconds = (work + cost.cuts.stage_overhead(stage.start)[[stage.end]]) / cost.speed
     limit = "compute"

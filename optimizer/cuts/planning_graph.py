@@ -23,10 +23,11 @@ class PlanningGraph:
     Sources called `Input` cost nothing and are left out: they go to the first stage. A
     `__getitem__` that nothing consumes is left out as well and goes where its producer goes:
     `follows` names the working node, None for one that reads an input. `footprints` say what each
-    node keeps in memory [default: its outputs]. Seconds per minibatch: `update`, per byte of
-    parameters; `call`, in every stage; `reading`, in the first and the last stage, which read it.
-    `sharing`: parameters that several nodes read. With `groups`, of which each has one exit, those
-    are the nodes to divide: named by their exits, with all they do.
+    node keeps in memory [default: its outputs]. Seconds per minibatch: `update`, per byte that
+    is updated; `summing`, per byte of parameters; `call`, in every stage; `reading`, in the first
+    and the last stage, which read it. `sharing`: parameters that several nodes read. With `groups`,
+    of which each has one exit, those are the nodes to divide: named by their exits, with all they
+    do.
     """
 
     graph: Graph
@@ -38,6 +39,7 @@ class PlanningGraph:
     reading: float = 0.0
     sharing: tuple[Sharing, ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
+    summing: float = 0.0
 
     @staticmethod
     def of(
@@ -48,6 +50,7 @@ class PlanningGraph:
         reading: float = 0.0,
         sharing: tuple[Sharing, ...] = (),
         groups: tuple[tuple[str, ...], ...] = (),
+        summing: float = 0.0,
     ) -> PlanningGraph:
         inputs = {
             name
@@ -75,7 +78,7 @@ class PlanningGraph:
             reader in unread or number.get(reader) == number[name] for name, reader in read
         ), "a group has several exits"
         figures = footprints, update, call, reading
-        return PlanningGraph(graph, names, follows, *figures, sharing, groups)
+        return PlanningGraph(graph, names, follows, *figures, sharing, groups, summing)
 
     def priced_as(self, graph: Graph, footprints: Mapping[str, Footprint] | None) -> PlanningGraph:
         """The same nodes with the figures of a graph of the same structure."""
@@ -142,7 +145,26 @@ class PlanningGraph:
     @cached_property
     def work_seconds(self) -> Floats:
         """Compute seconds plus the update of the node's parameters."""
-        return self.compute_seconds + self.parameter_bytes * self.update
+        return self.compute_seconds + self.update_seconds
+
+    @cached_property
+    def update_seconds(self) -> Floats:
+        """Of each node's parameters: updates, and sums of their gradients."""
+        updated = self._sums({n: node.updated_bytes for n, node in self.graph.nodes.items()})
+        return updated * self.update + self.parameter_bytes * self.summing
+
+    @cached_property
+    def state_bytes(self) -> Floats | None:
+        """What the optimizer keeps for each node's parameters; None if that is not known of all
+        that have any.
+        """
+        of_node = {name: node.state_bytes for name, node in self.graph.nodes.items()}
+        if any(
+            of_node[name] is None and node.parameter_bytes
+            for name, node in self.graph.nodes.items()
+        ):
+            return None
+        return self._sums({name: size or 0.0 for name, size in of_node.items()})
 
     @cached_property
     def parameter_bytes(self) -> Floats:

@@ -74,18 +74,21 @@ class GraphViews:
         self,
         graph: Graph,
         footprints: Mapping[str, Footprint] | None,
-        overheads: tuple[float, float, float],
+        overheads: tuple[float, float, float, float],
         sharing: tuple[Sharing, ...],
         groups: tuple[tuple[str, ...], ...] = (),
     ) -> PlanningGraph:
-        """The graph to divide; `overheads`: its seconds of update, call and reading."""
+        """The graph to divide; `overheads`: its seconds of update, call, reading and summing."""
         for known in self._planning:
             alike = known.graph is graph and known.footprints is footprints
-            seconds = known.update, known.call, known.reading
+            seconds = known.update, known.call, known.reading, known.summing
             whole = known.sharing == sharing and known.groups == groups
             if alike and seconds == overheads and whole:
                 return known
-        self._planning.append(PlanningGraph.of(graph, footprints, *overheads, sharing, groups))
+        update, call, reading, summing = overheads
+        self._planning.append(
+            PlanningGraph.of(graph, footprints, update, call, reading, sharing, groups, summing)
+        )
         return self._planning[-1]
 
 
@@ -174,16 +177,16 @@ class Request:
         return self.views.planning(self.graph, self.footprints, seconds, self.sharing, self.groups)
 
     @property
-    def _overhead_seconds(self) -> tuple[float, float, float]:
-        """Those of a PlanningGraph: update, call, reading."""
+    def _overhead_seconds(self) -> tuple[float, float, float, float]:
+        """Those of a PlanningGraph: update, call, reading, summing."""
         overheads = self._counted_overheads
         if overheads is None:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0
         settings = self.settings
         per_update = settings.microbatches if uniform_updates(settings.schedule) else 1
         calls = overheads.call_forward + overheads.call_backward
-        update = 1 / self.update_rate / per_update + overheads.sum_seconds(per_update)
-        return update, calls, overheads.reading
+        update, summing = 1 / self.update_rate / per_update, overheads.sum_seconds(per_update)
+        return update, calls, overheads.reading, summing
 
     @property
     def spread(self) -> Sequence[float]:

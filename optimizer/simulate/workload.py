@@ -23,6 +23,9 @@ UPDATE_RATE = 5e10
 """Default bytes of parameters a device updates per second: an optimizer with two moments moves
 ten times as many bytes, and a GPU about 5e11 per second."""
 
+MUON_UPDATE_RATE = 1e10
+"""The same of Muon: five Newton-Schulz steps on a matrix with sides of 4,096 take 3e4 flops for
+each of its bytes, and a GPU does about 3e14 per second."""
 
 _MOST_PARTS = 4
 """Sums of one round that are played one by one; further buckets are joined to these."""
@@ -109,6 +112,7 @@ class Workload:
                 passes = forward_seconds + backward_seconds
                 backward_seconds += max(0.0, stage.offload_seconds * speed - passes)
             parameters = _total(0.0, arrays.parameters[nodes])
+            updated = _total(0.0, arrays.updated[nodes])
             if overheads is not None:
                 round_size = policy.round_size(stage.stage) / len(stage.ranks)
                 backward_seconds += parameters * overheads.sum_seconds(round_size)
@@ -121,7 +125,7 @@ class Workload:
             work = StageWork(
                 forward_seconds=forward_seconds,
                 backward_seconds=backward_seconds,
-                update_seconds=parameters / update_rate / (stage.replicas if stage.zero else 1),
+                update_seconds=updated / update_rate / (stage.replicas if stage.zero else 1),
                 parameter_bytes=parameters,
                 memory=HeldBytes.of(stage.memory, policy.peak(stage.stage), kept),
                 parts=(

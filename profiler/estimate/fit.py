@@ -23,6 +23,7 @@ from pipedream.profiler.estimate.node_times import call_seconds
 from pipedream.profiler.estimate.roofline import Roofline
 from pipedream.profiler.estimate.updates import traffic
 from pipedream.profiler.estimate.work import Work, work_of
+from pipedream.profiler.timing.training_overheads import MUON
 
 _CELL = 2
 """Measurements within 1 / so much of an octave in all sizes are one point."""
@@ -198,6 +199,7 @@ def _updates(blank: DeviceFile, models: Sequence[MeasuredModel]) -> dict[str, fl
     parts: dict[str, list[float]] = defaultdict(list)
     for model in models:
         rates = {name: each.bytes_per_second for name, each in model.profile.updates.items()}
+        rates.pop(MUON, None)  # which is products as well
         summed = model.profile.gradient_sum_bytes_per_second
         rates |= {"sum": summed} if summed is not None else {}
         for name, rate in rates.items():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from pipedream.capture.captured import Captured
 from pipedream.profiler.estimate.roofline import Roofline
-from pipedream.profiler.estimate.work import Work
-from pipedream.profiler.timing.training_overheads import UpdateCost, trainable
+from pipedream.profiler.estimate.work import Work, product_work
+from pipedream.profiler.timing.muon_steps import hidden_matrices, newton_schulz_products
+from pipedream.profiler.timing.training_overheads import MUON, UpdateCost, trainable
 
 _STATE = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors that an optimizer keeps for each parameter."""
@@ -24,13 +27,26 @@ def updates(captured: Captured, roofline: Roofline) -> dict[str, UpdateCost]:
     size = sum(value.nbytes for value in learned.values())
     if not size:
         return {}
-    return {
+    costs = {
         kind: UpdateCost(
             size / _passing(roofline, traffic(kind) * size, kind),
             {name: state * value.nbytes for name, value in learned.items()},
         )
         for kind, state in _STATE.items()
     }
+    matrices = hidden_matrices(captured, learned)
+    if matrices:
+        own = {name: _muon_seconds(each, roofline) for name, each in matrices.items()}
+        costs[MUON] = costs["adam"].of_muon(learned, own)
+    return costs
+
+
+def _muon_seconds(matrix: Tensor, roofline: Roofline) -> float:
+    """Those of a step with momentum, and the products of Newton-Schulz in bfloat16."""
+    passing = _passing(roofline, traffic("momentum") * matrix.nbytes, "momentum")
+    products = (product_work(*sizes) for sizes in newton_schulz_products(matrix.shape))
+    launch = roofline.device.launch
+    return passing + sum(max(roofline.of_work(each), launch) for each in products)
 
 
 def gradient_sum_rate(captured: Captured, roofline: Roofline) -> float | None:
@@ -40,7 +56,7 @@ def gradient_sum_rate(captured: Captured, roofline: Roofline) -> float | None:
 
 
 def traffic(kind: str) -> int:
-    """Returns how many times the bytes of a parameter pass in a step of an optimizer."""
+    """Returns how many times the bytes of a parameter pass in a step of an optimizer but Muon."""
     return _SUM if kind == "sum" else _BASE + 2 * _STATE[kind]
 
 

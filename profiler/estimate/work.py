@@ -92,6 +92,14 @@ def work_of(operator: Operator) -> Work | None:
     return Work(family, "pass", dtype, 0.0, moved, _logs(moved))
 
 
+def product_work(rows: int, columns: int, length: int) -> Work:
+    """Returns the work of a product of bfloat16 matrices, given its sizes and the sum's length."""
+    sizes = rows, columns, length
+    count = 2.0 * math.prod(sizes)
+    moved = 2.0 * (rows * length + length * columns + rows * columns)
+    return Work("product", "product", "bfloat16", count, moved, (*_logs(*sizes), _odd(*sizes)))
+
+
 def in_fp8(operator: Operator, work: Work) -> bool:
     """Whether kernels can compute this product of bfloat16 matrices in fp8."""
     if work.kind != "product" or work.dtype != "bfloat16":

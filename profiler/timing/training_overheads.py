@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.sources.load import Loaded
+from pipedream.profiler.timing.muon_steps import hidden_matrices, matrix_seconds
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 
 OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], Optimizer]] = {
@@ -23,6 +24,9 @@ OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3, fused=True),
 }
 """By the names of pd-optimize; fused, as in pd-train."""
+
+MUON = "muon"
+"""As pd-optimize calls it: with AdamW for what Muon is not for."""
 
 _MOST_BYTES = 1 << 28
 """The most bytes of parameters to time: more than caches hold."""
@@ -37,17 +41,37 @@ State: TypeAlias = Mapping[str, int]
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """Bytes of parameters per second of a step, and the state of each parameter."""
+    """Bytes of parameters per second of a step, and the state of each parameter; the seconds of
+    each, by name, if they are not as its bytes.
+    """
 
     bytes_per_second: float
     state: State
+    seconds: Mapping[str, float] | None = None
+
+    def of_muon(self, learned: Mapping[str, Tensor], own: Mapping[str, float]) -> UpdateCost:
+        """Returns the cost of Muon, whose matrices take `own` seconds; this is that of AdamW, for
+        all other parameters.
+        """
+        seconds = {
+            name: own[name] if name in own else value.nbytes / self.bytes_per_second
+            for name, value in learned.items()
+        }
+        state = {n: v.nbytes if n in own else self.state[n] for n, v in learned.items()}
+        return UpdateCost(_bytes(learned.values()) / sum(seconds.values()), state, seconds)
 
 
 def updates(captured: Captured, device: torch.device) -> dict[str, UpdateCost]:
-    """Returns the cost of each of `OPTIMIZERS`; empty for a model without trainable parameters."""
+    """Returns the cost of each of `OPTIMIZERS` and of `MUON`, if that has a matrix to learn; empty
+    for a model without trainable parameters.
+    """
     learned = trainable(captured)
     timed, watch = _timed(learned), stopwatch(device)
-    return {kind: _update(kind, timed, learned, watch, device) for kind in OPTIMIZERS if timed}
+    costs = {kind: _update(kind, timed, learned, watch, device) for kind in OPTIMIZERS if timed}
+    matrices = hidden_matrices(captured, learned)
+    if matrices:
+        costs[MUON] = costs["adam"].of_muon(learned, matrix_seconds(matrices, device))
+    return costs
 
 
 def gradient_sum_rate(captured: Captured, device: torch.device) -> float | None:

@@ -18,6 +18,7 @@ from pipedream.graph.command import whole
 from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.dcp import optimizer_state, state_tensors, write_folder
+from pipedream.runtime.optim.muon import roles_by_state, with_others
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.run.job import Job
@@ -97,11 +98,13 @@ def _save_pretrained(model: Any, folder: Path) -> None:
 def _optimizer_state(job: Job, path: Path, model: nn.Module) -> dict[str, Any]:
     """Returns it at the learning rates of the checkpoint; which kernels made the steps is open."""
     parameters = dict(model.named_parameters())
-    optimizer = make_optimizer(job.optimizer, parameters)
+    known = checkpoint.load_optimizer(path, parameters)
+    config = with_others(job.optimizer, roles_by_state(parameters, known))
+    optimizer = make_optimizer(config, parameters)
     progress = checkpoint.progress_of(path, checkpoint.read_state(path))
     rate = LearningRate(job.config.scheduler, optimizer, job.directory)
     rate.restore(progress.advances, progress.metrics)
     for group in optimizer.param_groups:
         if group.get("fused") and "fused" not in job.optimizer.args:
             group["fused"] = None
-    return optimizer_state(model, optimizer, checkpoint.load_optimizer(path, parameters))
+    return optimizer_state(model, optimizer, known)

@@ -13,13 +13,16 @@ from pipedream.capture.checks.equivalence import Tolerance, check_equivalence
 from pipedream.capture.compute_settings import Precision, eval_mode
 from pipedream.capture.export import capture
 from pipedream.capture.loss import load_loss
+from pipedream.capture.programs.parameter_roles import Role, roles
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.engine.evaluation import Evaluation, obstacle
+from pipedream.runtime.optim.muon import roles_by_shape, who_learns, with_others
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.run.job import Job
@@ -33,11 +36,11 @@ class Captures:
     epoch, by its number, if that has fewer examples.
 
     `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
-    `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out
-    data, None if that is not asked for or cannot go through the pipeline. `model`: if minibatches
-    vary in shape, to capture it for others. `first`: the minibatch it was captured for.
-    `tolerance`: by how much the passes of the pipeline may differ from the model's, if that was
-    looked at.
+    `buffers`: those of all its buffers. `roles`: what each parameter is for. `evaluation`: a rank's
+    part in evaluating the held-out data, None if that is not asked for or cannot go through the
+    pipeline. `model`: if minibatches vary in shape, to capture it for others. `first`: the
+    minibatch it was captured for. `tolerance`: by how much the passes of the pipeline may differ
+    from the model's, if that was looked at.
     """
 
     whole: Captured
@@ -45,10 +48,21 @@ class Captures:
     parameters: Sequence[str]
     persistent: Set[str]
     buffers: Set[str]
+    roles: Mapping[str, Role]
     evaluation: Evaluation | None
     first: Batch
     model: nn.Module | None = None
     tolerance: Tolerance | None = None
+
+    def optimizer_of(self, job: Job) -> OptimizerConfig:
+        """Returns the job's optimizer, with all its groups. Raises UserError."""
+        return with_others(job.optimizer, self.roles)
+
+    def learners_of(self, job: Job) -> str | None:
+        """Returns what Muon and others learn, in words; None without Muon. Raises UserError."""
+        parameters = self.whole.module.named_parameters()
+        learned = [name for name, parameter in parameters if parameter.requires_grad]
+        return who_learns(self.optimizer_of(job), self.roles, learned)
 
 
 def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
@@ -70,6 +84,7 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
         [name for name, _ in model.named_parameters()],
         frozenset(model.state_dict()),
         frozenset(name for name, _ in model.named_buffers()),
+        _roles(model, whole),
         _evaluation(job, examples, rank_info, model, first),
         first,
         model if job.config.data.varying else None,
@@ -84,8 +99,19 @@ def _check_config(job: Job, examples: Examples, model: nn.Module) -> None:
         option = "--evaluate-only" if job.evaluate_only else "evaluate_every"
         reason = f"{job.config.data.source} gives no held-out data"
         raise UserError(f"{option}: {reason}{': leave it out' * (not job.evaluate_only)}")
-    optimizer = make_optimizer(job.optimizer, dict(model.named_parameters()))
+    parameters = dict(model.named_parameters())
+    config = with_others(job.optimizer, roles_by_shape(parameters))
+    optimizer = make_optimizer(config, parameters)
     LearningRate(job.config.scheduler, optimizer, job.directory)
+
+
+def _roles(model: nn.Module, captured: Captured) -> dict[str, Role]:
+    """Returns those of all parameters, of which operators may not read some."""
+    unread = {
+        name: Role.OTHER_MATRIX if parameter.dim() == 2 else Role.NO_MATRIX
+        for name, parameter in model.named_parameters()
+    }
+    return unread | roles(captured)
 
 
 def _check(job: Job, model: nn.Module, captured: Captured, batch: Batch) -> Tolerance | None:

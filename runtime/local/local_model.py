@@ -28,7 +28,8 @@ from pipedream.schedule.spec import PipelineSpec
 class LocalModel:
     """All ranks build the same model from the same seed; each keeps the `stages` that it runs.
 
-    `captures`: on rank 0 the whole model, until the stages have been compared with it.
+    `learners`: who learns what, where Muon learns. `captures`: on rank 0 the whole model, until the
+    stages have been compared with it.
     """
 
     def __init__(self, job: Job, rank_info: RankInfo) -> None:
@@ -41,6 +42,7 @@ class LocalModel:
         self.metrics = load_metrics(job.config.held_out_metrics, job.directory)
         captures = capture_all(job, self.examples, rank_info)
         self.first = captures.first
+        self.learners = captures.learners_of(job)
         self.captures = captures if rank_info.rank == 0 and not job.unchecked else None
         self._build(captures)
 

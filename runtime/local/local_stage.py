@@ -20,6 +20,7 @@ from pipedream.runtime.checkpoint.files import copied, load_model
 from pipedream.runtime.checkpoint.saver import CheckpointPart
 from pipedream.runtime.local.captures import Captures
 from pipedream.runtime.optim.divided import DividedParameters
+from pipedream.runtime.optim.muon import check_state
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
@@ -83,13 +84,15 @@ class LocalStage:
         self.parameters: dict[str, Parameter] = dict(self.module.named_parameters())
         buffers = self.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in captures.persistent}
+        optimizer = captures.optimizer_of(job)
         self.optimizer_of = partial(
             make_optimizer,
-            job.optimizer,
+            optimizer,
             names=captures.parameters,
             is_divided=self._is_divided,
             fused=not self._has_copies_in_parts(tied),
         )
+        self.check_learners = partial(check_state, optimizer, captures.parameters)
         self.divided = self._divided_parameters()
         self.updated = self.parameters if self.divided is None else self.divided.parts
         self.optimizer = self.optimizer_of(self.updated)

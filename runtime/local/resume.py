@@ -32,6 +32,7 @@ def resume(local: LocalModel, stepping: Stepping) -> Position:
     for stage in local.stages:
         stage.load(path)
         known = checkpoint.load_optimizer(path, stage.parameters, stage.region, stage.own_state)
+        stage.check_learners(known, f"--resume: {path}")
         restore_state(stage.optimizer, stage.updated, known)
     stepping.restore(checkpoint.progress_of(path, saved))
     return saved.position

@@ -124,6 +124,7 @@ def _make(group: ParameterGroup, parameters: Mapping[str, nn.Parameter], fused: 
         raise UserError(f"optimizer {config.name} {_UNFIT[config.name]}")
     if config.name == "Muon":
         _check_matrices(parameters)
+        _check_buffer(config, parameters)
     if config.args.get("fused"):
         _check_kernels(parameters)
     args = _fast(kind, config, parameters) if fused else config.args
@@ -140,6 +141,18 @@ def _check_matrices(parameters: Mapping[str, Tensor]) -> None:
             raise UserError(
                 f"optimizer Muon learns matrices, and {name} has {parameter.dim()} dimensions: "
                 f"assign these to another optimizer, groups: [{{match: [{name!r}], name: AdamW}}]"
+            )
+
+
+def _check_buffer(config: OptimizerConfig, parameters: Mapping[str, Tensor]) -> None:
+    """torch 2.13 divides in place what it orthogonalizes: the momentum itself, if that is neither
+    looked ahead of nor cast.
+    """
+    for name, parameter in parameters.items():
+        if not config.args.get("nesterov", True) and parameter.dtype == torch.bfloat16:
+            raise UserError(
+                f"optimizer Muon: with nesterov: false torch's loses the momentum of {name}, which"
+                " is in bfloat16: leave nesterov out, or write another dtype"
             )
 
 
@@ -227,6 +240,13 @@ def _names(state: Mapping[str, Any]) -> set[str]:
     return {name for name, value in state.items() if value is not None}
 
 
+def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Returns whether a name matches one of the patterns, of which many may be plain names."""
+    plain = {pattern for pattern in patterns if not set(pattern) & set("*?[")}
+    others = [pattern for pattern in patterns if pattern not in plain]
+    return lambda name: name in plain or any(fnmatchcase(name, each) for each in others)
+
+
 def groups(config: OptimizerConfig, names: Iterable[str]) -> list[ParameterGroup]:
     """Returns the groups of the config, then one of the parameters that match none of them, if any.
 
@@ -236,15 +256,17 @@ def groups(config: OptimizerConfig, names: Iterable[str]) -> list[ParameterGroup
     """
     known = list(names)
     left, parameter_groups = known, []
+    every = frozenset(known)
     for number, group in enumerate(config.groups):
         option = f"optimizer.groups.{number}"
         for pattern in group.match:
-            if not any(fnmatchcase(name, pattern) for name in known):
+            if pattern not in every and not any(fnmatchcase(name, pattern) for name in known):
                 raise UserError(
                     f"{option}: {pattern!r} matches no parameter of the model, such as "
                     f"{', '.join(known[:3])}: a * stands for any letters"
                 )
-        own = [name for name in left if any(fnmatchcase(name, each) for each in group.match)]
+        matches = matcher(group.match)
+        own = [name for name in left if matches(name)]
         if not own:
             raise UserError(
                 f"{option}: the groups before it have all that it matches: move it before them"

@@ -49,6 +49,13 @@ def host_bandwidth_of(options: Options, profile: Profile | None) -> float | None
 
 def zero_of(options: Options) -> Zero:
     """Returns whether replicas may divide the optimizer's state. Raises UserError."""
+    if options.optimizer == "muon":
+        if options.zero == "always":
+            raise UserError(
+                "--zero always: replicas update parts of parameters, and muon has to see whole"
+                " matrices: leave --zero out, or give --optimizer adam"
+            )
+        return "never"
     needing = whole_state_option(options)
     if needing is None:
         return options.zero

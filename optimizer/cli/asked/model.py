@@ -24,7 +24,7 @@ def read_model(options: Options) -> tuple[Graph, Profile | None, Sequence[Calibr
     runs = [CalibrationRun.read(folder) for folder in options.calibrate]
     profile = profile_of(options, graph)
     if profile is not None:
-        graph = profile.divide_backward(graph)
+        graph = profile.updated_by(options.optimizer, profile.divide_backward(graph))
     graph = at_their_mean(graph, _further_levels(options, graph, profile))
     for run in runs:
         run.check(graph, options.graph_path, options.profile_path, profile)

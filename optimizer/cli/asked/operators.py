@@ -22,6 +22,11 @@ def operators_asked(
     where they are asked for and cannot be had.
     """
     asked = _asks_for_operators(options)
+    if asked and options.optimizer == "muon":
+        raise UserError(
+            f"{asked}: divides matrices, and muon has to see them whole: leave"
+            f" {asked.split()[0]} out, or give --optimizer adam"
+        )
     if options.intra_op == "none" or not (asked or _may_be_divided(options)):
         return None
     if profile is not None and profile.no_operators is not None and asked:
@@ -63,7 +68,8 @@ def _may_be_divided(options: Options) -> bool:
     takes another cost model.
     """
     given = (options.split, options.replicas, options.order, options.straight)
-    return not any(given) and options.cost_model in (None, DEFAULT_COST_MODEL)
+    whole = options.optimizer == "muon"  # which sees no parts of a matrix
+    return not any(given) and not whole and options.cost_model in (None, DEFAULT_COST_MODEL)
 
 
 def parse_mesh(text: str) -> Mesh:

@@ -12,7 +12,8 @@ from torch import nn
 
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import Loaded
-from pipedream.profiler.timing import training_overheads
+from pipedream.profiler.timing import muon_steps, training_overheads
+from pipedream.profiler.timing.muon_steps import matrix_seconds, newton_schulz_flops
 from pipedream.profiler.timing.training_overheads import (
     OPTIMIZERS,
     gradient_sum_rate,
@@ -27,13 +28,42 @@ def test_what_an_optimizer_keeps_for_each_parameter() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model[1].weight.requires_grad_(False)
     found = updates(capture(model, (torch.ones(1, 3),)), CPU)
-    assert found.keys() == OPTIMIZERS.keys()
+    assert found.keys() == {*OPTIMIZERS, "muon"}
     weight, bias = 4 * 12, 4 * 2
     for kind, times in {"sgd": 0, "momentum": 1, "adam": 2}.items():
         state = found[kind].state
         assert (state["0.weight"], state["1.bias"]) == (times * weight, times * bias)
         assert "1.weight" not in state
         assert found[kind].bytes_per_second > 0
+
+
+def test_muon_keeps_and_takes_what_a_parameter_has_it_for() -> None:
+    """The hidden layer's weight, of which there are two alike, by Muon; the rest as AdamW."""
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 50))
+    found = updates(capture(model, (torch.zeros(2, dtype=torch.int64),)), CPU)
+    cost, adam = found["muon"], found["adam"]
+    hidden, sizes = ("1.weight", "2.weight"), {n: p.nbytes for n, p in model.named_parameters()}
+    times = {name: 1 if name in hidden else 2 for name in sizes}
+    assert cost.state == {name: times[name] * size for name, size in sizes.items()}
+    assert cost.seconds is not None
+    assert cost.seconds["1.weight"] == cost.seconds["2.weight"] > sizes["1.weight"] * 1e-12
+    for name in sizes.keys() - hidden:
+        assert cost.seconds[name] == pytest.approx(sizes[name] / adam.bytes_per_second)
+    whole = sum(sizes.values()) / sum(cost.seconds.values())
+    assert cost.bytes_per_second == pytest.approx(whole)
+    kernels = capture(nn.Sequential(nn.Conv1d(1, 2, 3)), (torch.ones(1, 1, 5),))
+    assert updates(kernels, CPU).keys() == OPTIMIZERS.keys()
+
+
+def test_a_large_matrix_is_timed_smaller() -> None:
+    """Its time grows with its flops: 5 (4 m^2 n + 2 m^3) of m x n."""
+    assert newton_schulz_flops((6, 3)) == 5 * (2 * 3 * 3 * 6 + 2 * 3**3 + 2 * 3 * 6 * 3)
+    small, large = torch.zeros(16, 32), torch.zeros(64, 128)
+    most = patch.object(muon_steps, "_MOST_FLOPS", newton_schulz_flops(small.shape))
+    with most, patch.object(muon_steps, "_seconds", return_value=2.0) as timed:
+        found = matrix_seconds({"small": small, "large": large, "same": small}, CPU)
+    assert found == {"small": 2.0, "large": pytest.approx(2.0 * 64), "same": 2.0}
+    assert {call.args[1].shape for call in timed.call_args_list} == {small.shape}
 
 
 def test_weights_and_gradients_are_left_as_they_were() -> None:

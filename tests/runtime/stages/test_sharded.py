@@ -214,6 +214,10 @@ SGD = {"name": "SGD", "args": {"lr": 0.1}}
     [
         ({"name": "Adafactor"}, "optimizer: Adafactor has to see the whole of 0.weight"),
         (
+            {"name": "Muon", "others": {"lr": 0.1}},
+            "optimizer: Muon has to see the whole of 0.weight",
+        ),
+        (
             SGD | {"groups": [{"match": ["2.weight"], "name": "Muon"}]},
             "optimizer.groups.0: Muon has to see the whole of 2.weight",
         ),

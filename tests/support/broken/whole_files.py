@@ -197,8 +197,9 @@ def _run_yaml() -> bytes:
         "sampler": {"source": "torch.utils.data:RandomSampler"},
         "loss": "nets:loss",
         "optimizer": {
-            "name": "AdamW",
-            "args": {"lr": 0.1, "betas": [0.9, 0.99]},
+            "name": "Muon",
+            "args": {"lr": 0.1, "ns_coefficients": [3.4, -4.8, 2.0]},
+            "others": {"lr": 0.01},
             "groups": [{"match": ["*.bias"], "name": "SGD", "args": {"lr": 0.2}}],
         },
         "asynchronous": {

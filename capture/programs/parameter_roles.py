@@ -1,0 +1,122 @@
+"""What each parameter of a captured model is for: a weight of a hidden layer, a table, the output.
+
+Optimizers that orthogonalize what they add to a matrix, as Muon does, are for the weights of hidden
+layers alone, and leave tables, the output, biases and norms to another (Jordan and others: Muon, an
+optimizer for hidden layers in neural networks, 2024). Roles follow from what operators do with a
+parameter, not from its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from operator import attrgetter, getitem
+
+import torch
+from torch import fx
+
+from pipedream.capture.captured import Captured
+
+
+class Role(Enum):
+    """What a parameter is, in words."""
+
+    HIDDEN = "a weight of a hidden layer"
+    TABLE = "a table"
+    OUTPUT = "the output"
+    TIED = "a table and the output"
+    OTHER_MATRIX = "in no product"
+    NO_MATRIX = "no matrix"
+
+    @property
+    def is_matrix(self) -> bool:
+        return self is not Role.NO_MATRIX
+
+
+_PRODUCTS = frozenset(
+    (
+        *("linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "addbmm", "einsum", "tensordot"),
+        *("mv", "addmv", "inner", "chain_matmul", "linalg_multi_dot", "_scaled_mm"),
+        *("lstm", "gru", "rnn_tanh", "rnn_relu"),
+        *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+    )
+)
+_LOOKUPS = frozenset(
+    (
+        *("embedding", "embedding_bag", "_embedding_bag", "embedding_renorm_"),
+        *("index", "index_select", "gather", "take", "take_along_dim"),
+    )
+)
+_SAME = frozenset(
+    (
+        *("to", "_to_copy", "type_as", "clone", "contiguous", "alias", "detach", "lift_fresh"),
+        *("view", "view_as", "reshape", "reshape_as", "_unsafe_view", "flatten", "unflatten"),
+        *("t", "numpy_T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim"),
+        *("expand", "expand_as", "squeeze", "unsqueeze", "dropout", "slice", "select", "narrow"),
+        *("chunk", "split", "split_with_sizes", "unbind", "tensor_split"),
+    )
+)
+"""Their results are the matrix, or parts of it, in another form."""
+
+
+def roles(captured: Captured) -> dict[str, Role]:
+    """Returns the role of each parameter of the captured model, by its name.
+
+    A matrix has two dimensions and real elements. `TABLE`: operators look rows up in it; `OUTPUT`:
+    the factor of the last product that has a matrix among its factors; `HIDDEN`: a factor of any
+    other product, in which recurrent layers are included; `OTHER_MATRIX`: neither.
+    """
+    tables, in_product = _uses(captured.module)
+    output = max(in_product, key=in_product.__getitem__, default=None)
+
+    def role(name: str, parameter: torch.Tensor) -> Role:
+        if not _is_matrix(parameter):
+            return Role.NO_MATRIX
+        if name in tables:
+            return Role.TIED if name == output else Role.TABLE
+        if name == output:
+            return Role.OUTPUT
+        return Role.HIDDEN if name in in_product else Role.OTHER_MATRIX
+
+    return {name: role(name, each) for name, each in captured.module.named_parameters()}
+
+
+def _uses(module: fx.GraphModule) -> tuple[set[str], dict[str, int]]:
+    """Returns the matrices that rows are looked up in, and the place in the graph of the last
+    product of each that is a factor.
+    """
+    names = {id(each): name for name, each in module.named_parameters() if _is_matrix(each)}
+    place = {node: number for number, node in enumerate(module.graph.nodes)}
+    tables: set[str] = set()
+    in_product: dict[str, int] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = names.get(id(attrgetter(node.target)(module)))
+        if name is None:
+            continue
+        for reader in _readers(node):
+            if _family(reader) in _LOOKUPS:
+                tables.add(name)
+            elif _family(reader) in _PRODUCTS:
+                in_product[name] = max(place[reader], in_product.get(name, 0))
+    return tables, in_product
+
+
+def _is_matrix(parameter: torch.Tensor) -> bool:
+    return parameter.dim() == 2 and parameter.is_floating_point()
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields what reads the value, or the same value in another form."""
+    for user in node.users:
+        if _family(user) in _SAME or user.target is getitem:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _family(node: fx.Node) -> str:
+    """Returns the name of an ATen operator, without overload; "" for anything else."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    space, _, name = node.target._schema.name.partition("::")
+    return name if space == "aten" else ""
