@@ -25,7 +25,12 @@ from pipedream.graph.choices import ScheduleName
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.optim.error_feedback import ErrorFeedback
-from pipedream.runtime.optim.late_gradients import nesterov_form, rate_factor, scale_rate
+from pipedream.runtime.optim.late_gradients import (
+    optimizer_form,
+    rate_factor,
+    scale_rate,
+    turns_every,
+)
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.prediction import Prediction
 from pipedream.runtime.optim.rates import LearningRate
@@ -103,6 +108,12 @@ class LateModel:
         self.together = planned.policy.uniform_updates
         names = [name for name, _ in self.model.named_parameters()]
         self.stages = [self._stage(planned, stage, stages, names) for stage in range(stages)]
+        rotation = config.asynchronous.basis_rotation
+        if rotation is not None:
+            greatest = max(stage.delay for stage in self.stages)
+            for stage in self.stages:
+                for group in stage.stepping.optimizer.param_groups:
+                    group["every"] = turns_every(rotation.every, stage.delay, greatest)
 
     def _stage(self, planned: Schedule, stage: int, stages: int, names: Sequence[str]) -> LateStage:
         config, wanted = self.config, self.config.asynchronous
@@ -111,9 +122,7 @@ class LateModel:
             for name, parameter in self.model.named_parameters()
             if stage_of(name, stages) == stage
         }
-        form = config.optimizer
-        if wanted.nesterov is not None:
-            form = nesterov_form(form, wanted.nesterov)
+        form = optimizer_form(config.optimizer, wanted)
         optimizer = make_optimizer(form, own, names)
         rate = LearningRate(config.scheduler, optimizer, CONFIGS)
         made = LateStage(

@@ -1,6 +1,6 @@
 """What late gradients cost, and what corrects them:
 
-    python scripts/bench/learning/learning.py [--stages 4,8,16,32] [--seeds 3] [--epochs 1]
+    python scripts/bench/learning/learning.py [--stages 4,8,16,32] [--seeds 3] [--epochs 2]
         [--workers 1] [-o FOLDER] [METHOD]...
 
 Trains a byte-level GPT on the text of Python's help topics (configs/topics_gpt.py), a block for
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", metavar="METHOD")
     parser.add_argument("--stages", default="4,8,16,32")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/learning"))
     asked = parser.parse_args()
