@@ -19,7 +19,7 @@ drained pipeline has none: what it leaves stands, and a checkpoint needs nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -54,6 +54,7 @@ class ErrorFeedback:
     def __init__(self, optimizer: Optimizer, strength: float) -> None:
         self.optimizer, self.strength = optimizer, strength
         self.makes_good: Mapping[int, int] = {}
+        self.kept: Collection[int] = ()
         self.steps: dict[int, _Step] = {}
         self.number = 0
         self.before: dict[Parameter, Tensor] = {}
@@ -64,13 +65,13 @@ class ErrorFeedback:
 
     def begin(self) -> None:
         """Prepares for a segment: nothing is late."""
-        self.makes_good, self.steps = {}, {}
+        self.makes_good, self.kept, self.steps = {}, (), {}
 
     def follow(self, makes_good: Mapping[int, int]) -> None:
         """Sets which update of the segment makes good which earlier one, by the numbers of the
         versions that they make. Call again if the segment is replaced.
         """
-        self.makes_good = makes_good
+        self.makes_good, self.kept = makes_good, frozenset(makes_good.values())
 
     def expect(self, number: int, stood: Mapping[Parameter, Tensor]) -> None:
         """Called before the update that makes version `number`. `stood`: copies of parameters as
@@ -80,7 +81,7 @@ class ErrorFeedback:
 
     @property
     def _is_kept(self) -> bool:
-        return self.number in self.makes_good.values()
+        return self.number in self.kept
 
     @property
     def _made_good(self) -> _Step | None:

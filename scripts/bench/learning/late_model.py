@@ -87,7 +87,9 @@ class LateStage:
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name]
         if self.feedback is not None:
-            self.feedback.expect(minibatch + 1, {})
+            now = self.versions[-1]
+            stood = {each: now[name].detach() for name, each in self.parameters.items()}
+            self.feedback.expect(minibatch + 1, stood)
         self.stepping.step(gradients, Norm(norm), 1)
         self.updates += 1
         self.versions = [*self.versions[-self.delay - 1 :], _copies(self.parameters)]
@@ -147,12 +149,13 @@ class LateModel:
                 stage.begin_epoch()
             for minibatch in range(len(epoch)):
                 batch = epoch.batch(minibatch)
-                losses.append(self._learn(minibatch, batch.inputs[0], batch.target))
+                losses.append(self.learn(minibatch, batch.inputs[0], batch.target))
                 if not losses[-1] < 2 * LEAST:
                     return losses
         return losses
 
-    def _learn(self, minibatch: int, inputs: Tensor, target: Tensor) -> float:
+    def learn(self, minibatch: int, inputs: Tensor, target: Tensor) -> float:
+        """Makes the update of a minibatch of the epoch. Returns its loss."""
         each = [stage.weights(minibatch) for stage in self.stages]
         weights = {name: tensor for own in each for name, tensor in own.items()}
         loss = self.loss(functional_call(self.model, weights, (inputs,)), target)
