@@ -1,9 +1,9 @@
 """Adam in the eigenbasis of the second moments of its gradients: basis rotation.
 
 Late gradients hurt Adam where the directions along which a loss curves are not those of single
-weights: its division by root mean squares, weight by weight, then oscillates ("Mitigating Staleness
-in Asynchronous Pipeline Parallelism via Basis Rotation", arXiv 2602.03515, ICML 2026). So a matrix
-W of m x n, with the gradient G, learns in the bases U and V of the eigenvectors of
+weights: its division by root mean squares, weight by weight, then oscillates (arXiv 2602.03515,
+ICML 2026). So a matrix W of m x n, with the gradient G, learns in the bases U and V of the
+eigenvectors of
 
     L = b2 L + (1 - b2) G G^T        (m x m)
     R = b2 R + (1 - b2) G^T G        (n x n)

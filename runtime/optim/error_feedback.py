@@ -7,9 +7,9 @@ difference is made up for, as large as the learning rate makes it now:
 
     w(t+1) = w(t) + u(t) + c (u(t) - lr(t) / lr(v) u(v))
 
-with c = 1 for the whole of it. One update late, as under 2BW, v = t - 1; that is the form of "One
-step late" (arXiv 2606.30634, ICML 2026). `Schedule.makes_good` says in general which update it is:
-each at most once, and none whose own gradient was not late. With a constant rate the sum of all
+with c = 1 for the whole of it. Under 2BW v = t - 1, which is the form of arXiv 2606.30634 (ICML
+2026). `Schedule.makes_good` says in general which update it is: each at most once, and none whose
+own gradient was not late. With a constant rate the sum of all
 steps is that of plain training, and the last d of them once more: gradients are found d steps ahead
 of what they change.
 
