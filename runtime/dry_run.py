@@ -28,7 +28,8 @@ from pipedream.runtime.local.local_model import check_stages
 from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.local.resume import begin
 from pipedream.runtime.report.metrics.writers import Writers
-from pipedream.runtime.run.job import Job, announcement
+from pipedream.runtime.run.announcement import announced
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.runtime.stages.randomness import MinibatchRng
 
@@ -54,10 +55,8 @@ def dry_run(job: Job) -> Iterator[str]:
     yield f"model     {job.config.model.source} as it was planned; parameters by stage {amounts}"
     if job.init is not None:
         yield f"init      {begin(job.init, stages, job.init_optimizer)}"
-    yield f"training  {announcement(job, examples.minibatches)}"
-    learners = captures.learners_of(job)
-    if learners is not None:
-        yield f"optimizer {learners}"
+    for title, line in announced(job, examples.minibatches, captures.learners_of(job)):
+        yield f"{title:9} {line}"
     Writers.of(job)
     yield f"memory    {_memory(job)}"
     wanted = job.plan.predicted.expected_seconds_per_minibatch

@@ -22,7 +22,8 @@ from pipedream.runtime.epochs import train_epochs
 from pipedream.runtime.held_out import EvaluationContext, evaluate_only
 from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.rank_context import RankContext
-from pipedream.runtime.run.job import CHECKPOINTS, Job, announcement
+from pipedream.runtime.run.announcement import announced
+from pipedream.runtime.run.job import CHECKPOINTS, Job
 from pipedream.runtime.run_end import finish
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 from pipedream.runtime.supervise.replan import replanned
@@ -91,10 +92,8 @@ def _run(context: RankContext) -> None:
         dist.destroy_process_group()
         return
     if local.rank_info.rank == 0:
-        line = announcement(local.job, local.examples.minibatches)
-        print(f"training: {line}", file=sys.stderr, flush=True)
-        if local.learners is not None:
-            print(f"optimizer: {local.learners}", file=sys.stderr, flush=True)
+        for title, line in announced(local.job, local.examples.minibatches, local.learners):
+            print(f"{title}: {line}", file=sys.stderr, flush=True)
     gc.freeze()  # what is there stays; to look through it again and again takes long
     try:
         with nullcontext() if context.display is None else context.display:

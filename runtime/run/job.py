@@ -26,9 +26,8 @@ from pipedream.schedule.action import StageLink, Worker
 from pipedream.schedule.orders.auto import has_room
 from pipedream.schedule.orders.named import ROUND_ORDERS
 from pipedream.schedule.policy import Policy, policy, uniform_updates
-from pipedream.schedule.schedule import ORDERS, Schedule
+from pipedream.schedule.schedule import ORDERS
 from pipedream.schedule.spec import PipelineSpec, in_order_of
-from pipedream.schedule.steady_state import SteadySpan
 
 CHECKPOINTS = "checkpoints"
 """Folder name in that of the run."""
@@ -402,29 +401,3 @@ class Job:
     def workers_of(self, rank: int) -> list[Worker]:
         """Returns the replicas of stages that this rank runs, in the order of the stages."""
         return workers_by_rank(self.plan.rank_assignment)[rank]
-
-
-def announcement(job: Job, minibatches: int) -> str:
-    """Returns a line on what a run is about to do, whose epochs have so many minibatches: updates,
-    examples of each, late gradients.
-    """
-    policy, config = job.policy, job.config
-    stages = range(len(job.plan.replicas))
-    sizes = [policy.round_size(stage) for stage in stages]
-    sizes = sizes[:1] if len(set(sizes)) == 1 else sizes
-    updates = ", ".join(str(-(-minibatches // size)) for size in sizes)
-    examples = ", ".join(str(size * config.batch_size) for size in sizes)
-    counts = f"{updates} updates an epoch, each of {examples} examples"
-    enough = SteadySpan.for_simulation(policy).minibatches
-    schedule = Schedule(job.spec(), min(minibatches, enough))
-    late = [max(schedule.delays(stage).values(), default=0) for stage in stages]
-    lateness = "no gradient is late"
-    if any(late):
-        lateness = f"gradients are up to {', '.join(map(str, late))} updates late"
-        lateness += " (stage by stage)" * (len(late) > 1)
-    clipped = ""
-    if config.clip_norm is not None:
-        of = "the whole model" if policy.uniform_updates else "each stage by itself"
-        clipped = f"; clip_norm is of {of}"
-    order = "" if job.order == DEFAULT_ORDER else f" in order {job.order}"
-    return f"{job.schedule}{order}: {counts}; {lateness}{clipped}"

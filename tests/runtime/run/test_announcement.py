@@ -10,8 +10,15 @@ import pytest
 from plans import make_plan
 
 from pipedream.graph.model import Graph, Node
-from pipedream.graph.run_config import DataFactory, Factory, RunConfig
-from pipedream.runtime.run.job import Job, announcement
+from pipedream.graph.run_config import (
+    AsynchronousConfig,
+    DataFactory,
+    Factory,
+    OptimizerConfig,
+    RunConfig,
+)
+from pipedream.runtime.run.announcement import announced, announcement
+from pipedream.runtime.run.job import Job
 
 
 def job(schedule: str, replicas: tuple[int, ...] = (1, 1, 1), **more: Any) -> Job:
@@ -62,3 +69,25 @@ def job(schedule: str, replicas: tuple[int, ...] = (1, 1, 1), **more: Any) -> Jo
 def test_updates_examples_and_late_gradients(asked: Job, said: str) -> None:
     """A change of the schedule silently made 20 updates of 80."""
     assert announcement(asked, 80) == said
+
+
+ADAM = OptimizerConfig(name="AdamW")
+
+
+def test_a_correction_is_recommended_where_one_was_measured() -> None:
+    """Of late gradients only, and where the config has none."""
+    late = dict(announced(job("2bw", (1, 1), microbatches=2, optimizer=ADAM), 80, None))["late"]
+    assert late.startswith("asynchronous: {error_feedback: true} corrects for late gradients")
+    corrected = AsynchronousConfig(error_feedback=True)
+    for silent in (
+        job("2bw", (1, 1), microbatches=2, optimizer=ADAM, asynchronous=corrected),
+        job("flush", (1, 1), optimizer=ADAM),
+        job("weight-stashing", (1,), optimizer=ADAM),
+        job("weight-stashing", (1, 1), optimizer=OptimizerConfig(name="Rprop")),
+    ):
+        assert [title for title, _ in announced(silent, 80, None)] == ["training"]
+
+
+def test_who_learns_what_is_said_after_the_updates() -> None:
+    titles = [title for title, _ in announced(job("flush"), 80, "Muon for 4 matrices")]
+    assert titles == ["training", "optimizer"]
