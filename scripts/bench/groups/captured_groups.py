@@ -107,7 +107,7 @@ def counted(captured: Captured) -> dict[str, Any]:
     graph = captured.graph
     plain = PlanningGraph.of(graph)
     of_modules = whole_modules(plain, captured.module_paths)
-    counts: dict[str, Any] = {"nodes": len(plain), "cuts": f"{cuts(plain):.3g}"}
+    counts: dict[str, Any] = {"nodes": len(plain), "cuts": cuts(plain)}
     ways = {"fusion": fusion_groups(plain, classes_of(graph, None)), "module": of_modules}
     for way, groups in ways.items():
         assert sorted(n for g in groups for n in g) == sorted(plain.names), "a node is in no group"
@@ -116,7 +116,7 @@ def counted(captured: Captured) -> dict[str, Any]:
         quotient = nx.DiGraph((a, b) for a, b in pairs if a != b)
         assert nx.is_directed_acyclic_graph(quotient), f"groups of {way} wait for each other"
         planning = PlanningGraph.of(graph, groups=tuple(groups))
-        counts |= {way: len(planning), f"cuts of {way}": f"{cuts(planning):.3g}"}
+        counts |= {way: len(planning), f"cuts of {way}": cuts(planning)}
     return counts
 
 

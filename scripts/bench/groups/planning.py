@@ -54,7 +54,7 @@ def rows(
             modules = read_profile(folder / "profile.json").modules
             ways["module"] = whole_modules(plain, modules)
         graphs = {how: PlanningGraph.of(graph, groups=groups) for how, groups in ways.items()}
-        counted = {how: f"{cuts(each):.3g}" for how, each in ({"none": plain} | graphs).items()}
+        counted = {how: cuts(each) for how, each in ({"none": plain} | graphs).items()}
         for cluster in clusters:
             single, before = planned(folder, cluster, cost_model, "none")
             for how, of_groups in graphs.items():
@@ -74,9 +74,10 @@ def rows(
                 }
 
 
-def cuts(graph: PlanningGraph) -> int:
+def cuts(graph: PlanningGraph, most: int = 300_000) -> str:
     """The number of downsets: decides node by node whether it is before the cut, and remembers that
-    of nodes that are still to be read.
+    of nodes that are still to be read. Where there are more than `most` ways to remember, as in a
+    scan that is written out step by step, the number up to there: there are more.
     """
     order = depth_first(graph)
     place = {node: number for number, node in enumerate(order)}
@@ -92,7 +93,9 @@ def cuts(graph: PlanningGraph) -> int:
             if not read & ~before:
                 decided[(before | 1 << node) & ~unread] += count
         ways = decided
-    return sum(ways.values())
+        if len(ways) > most:
+            return f">{sum(ways.values()):.3g}"
+    return f"{sum(ways.values()):.3g}"
 
 
 def planned(folder: Path, cluster: str, cost_model: str, group: str) -> tuple[Plan, float]:
