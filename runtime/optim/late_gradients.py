@@ -165,6 +165,12 @@ def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
     kept = {name: value for name, value in args.items() if name not in ("amsgrad", "fused")}
     whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | kept
     _, *rest = kept.get("betas", (0.9, 0.999))
+    if rest and momentum**2 >= rest[0]:
+        raise UserError(
+            f"asynchronous: nesterov: {momentum:g} remembers gradients longer than the mean of "
+            f"their squares, betas {list(kept['betas'])}, and steps may grow without bound: write "
+            f"betas: [0.9, 0.999], or a momentum of less than {rest[0] ** 0.5:.3g}"
+        )
     return whole | {"betas": [momentum, *rest], "decoupled_weight_decay": decoupled}
 
 

@@ -19,10 +19,12 @@ from methods import CONFIGS
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipedream.capture.export import capture
 from pipedream.capture.loss import load_loss
+from pipedream.capture.programs.parameter_roles import roles
 from pipedream.capture.sources.load import load_config_model, load_data
 from pipedream.graph.choices import ScheduleName
-from pipedream.graph.run_config import RunConfig
+from pipedream.graph.run_config import MUON, RunConfig
 from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.optim.error_feedback import ErrorFeedback
 from pipedream.runtime.optim.late_gradients import (
@@ -31,6 +33,7 @@ from pipedream.runtime.optim.late_gradients import (
     scale_rate,
     turns_every,
 )
+from pipedream.runtime.optim.muon import with_others
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.prediction import Prediction
 from pipedream.runtime.optim.rates import LearningRate
@@ -109,6 +112,10 @@ class LateModel:
         planned = Schedule(spec, self.minibatches)
         self.together = planned.policy.uniform_updates
         names = [name for name, _ in self.model.named_parameters()]
+        self.form = optimizer_form(config.optimizer, config.asynchronous)
+        if self.form.name == MUON:
+            inputs = Epoch(self.training, config, 1, CPU).batch(0).inputs
+            self.form = with_others(self.form, roles(capture(self.model, inputs)))
         self.stages = [self._stage(planned, stage, stages, names) for stage in range(stages)]
         rotation = config.asynchronous.basis_rotation
         if rotation is not None:
@@ -124,8 +131,7 @@ class LateModel:
             for name, parameter in self.model.named_parameters()
             if stage_of(name, stages) == stage
         }
-        form = optimizer_form(config.optimizer, wanted)
-        optimizer = make_optimizer(form, own, names)
+        optimizer = make_optimizer(self.form, own, names)
         rate = LearningRate(config.scheduler, optimizer, CONFIGS)
         made = LateStage(
             own,

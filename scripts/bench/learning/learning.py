@@ -96,11 +96,12 @@ class Study:
 
     def tuned(self) -> tuple[int, ...]:
         """Returns the places in the grid of the best learning rates: uphill from the middle, as
-        long as a neighbour is better.
+        long as a neighbour is better; down, where nothing learns.
         """
         best = (MIDDLE,) * METHODS[self.method].groups
         while True:
-            found = min([best, *neighbours(best)], key=lambda each: self.run(each, 0).loss())
+            near = [best, *neighbours(best)]
+            found = min(near, key=lambda each: (self.run(each, 0).loss(), sum(each)))
             if found == best:
                 return best
             best = found

@@ -26,11 +26,8 @@ whatever corrects them."""
 GRID = tuple(round(10 ** (-3.4 + 0.4 * each), 6) for each in range(8))
 """Learning rates, a factor of 2.5 apart."""
 
-DECAY, BETAS, CLIP = 0.01, [0.9, 0.95], 1.0
+DECAY, BETAS, CLIP = 0.01, (0.9, 0.95), 1.0
 """As language models are trained; without clipping the losses of seeds are 7 % apart."""
-
-OTHERS = ("embed*", "position", "*norm*", "*.bias", "head*")
-"""What Muon does not learn."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,7 @@ class Method:
     optimizer: str
     plain: str
     asynchronous: Mapping[str, Any] = field(default_factory=dict)
+    betas: tuple[float, float] = BETAS
 
     @property
     def groups(self) -> int:
@@ -61,9 +59,12 @@ METHODS = {
     "2bw Muon": Method("2bw", "Muon", MUON),
     "2bw Muon feedback": Method("2bw", "Muon", MUON, FEEDBACK),
     "stashing AdamW": Method("weight-stashing", "AdamW", ADAM),
-    "stashing nesterov": Method("weight-stashing", "AdamW", ADAM, {"nesterov": 0.99}),
+    "stashing nesterov": Method(
+        "weight-stashing", "AdamW", ADAM, {"nesterov": 0.99}, betas=(0.9, 0.999)
+    ),
     "stashing rotation": Method("weight-stashing", "AdamW", ADAM, ROTATION),
     "stashing feedback": Method("weight-stashing", "AdamW", ADAM, FEEDBACK),
+    "stashing rotation feedback": Method("weight-stashing", "AdamW", ADAM, ROTATION | FEEDBACK),
     "stashing Muon": Method("weight-stashing", "Muon", MUON),
     "stashing Muon feedback": Method("weight-stashing", "Muon", MUON, FEEDBACK),
     "stashing prediction": Method("weight-stashing", "AdamW", ADAM, {"weight_prediction": True}),
@@ -89,7 +90,7 @@ def config_of(
             "model": {"source": "topics_gpt:model", "args": sizes},
             "data": {"source": "topics_gpt:data", "args": {"length": LENGTH}},
             "loss": "topics_gpt:loss",
-            "optimizer": optimizer_of(method.optimizer, rates),
+            "optimizer": optimizer_of(method, rates),
             "scheduler": {"name": "OneCycleLR", "args": cosine, "every": "update"},
             "clip_norm": CLIP,
             "batch_size": BATCH,
@@ -102,18 +103,14 @@ def config_of(
     )
 
 
-def optimizer_of(name: str, rates: Sequence[float]) -> dict[str, Any]:
+def optimizer_of(method: Method, rates: Sequence[float]) -> dict[str, Any]:
     """Muon's steps are made as large as those of AdamW. What it does not learn has the first rate:
     AdamW suffers more from late gradients, and one rate for both would hold Muon back.
     """
     first, *rest = rates
-    adam = {"lr": first, "weight_decay": DECAY, "betas": BETAS}
-    if name != "Muon":
-        return {"name": name, "args": adam}
+    adam = {"lr": first, "weight_decay": DECAY, "betas": list(method.betas)}
+    if method.optimizer != "Muon":
+        return {"name": method.optimizer, "args": adam}
     (second,) = rest
     muon = {"lr": second, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
-    return {
-        "name": name,
-        "args": muon,
-        "groups": [{"match": list(OTHERS), "name": "AdamW", "args": adam}],
-    }
+    return {"name": method.optimizer, "args": muon, "others": adam}

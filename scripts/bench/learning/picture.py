@@ -21,6 +21,7 @@ STYLES = {
     "stashing AdamW": ("C3", "-"),
     "stashing nesterov": ("C1", "-"),
     "stashing rotation": ("C4", "-"),
+    "stashing rotation feedback": ("C4", "--"),
     "stashing feedback": ("C3", "--"),
     "stashing Muon": ("C5", "-"),
     "stashing Muon feedback": ("C5", "--"),

@@ -290,14 +290,14 @@ def test_what_is_left_open_is_as_in_the_optimizer_that_was_named() -> None:
 
 
 def test_the_form_of_a_group_is_that_of_the_optimizer() -> None:
-    group = GroupConfig(match=("*",), args={"betas": [0.5, 0.9], "weight_decay": 0.0})
+    group = GroupConfig(match=("*",), args={"betas": [0.5, 0.99], "weight_decay": 0.0})
     (form,) = nesterov_form(
         OptimizerConfig(name="AdamW", args={"lr": 0.3}, groups=(group,)), 0.99
     ).groups
     assert form.args == {
         "lr": 0.3,
         "weight_decay": 0.0,
-        "betas": [0.99, 0.9],
+        "betas": [0.99, 0.99],
         "decoupled_weight_decay": True,
     }
 
@@ -308,6 +308,10 @@ def test_the_form_of_a_group_is_that_of_the_optimizer() -> None:
         (OptimizerConfig(name="RMSprop"), "of SGD, Adam and AdamW, and the optimizer is RMSprop"),
         (OptimizerConfig(name="Adam", args={"amsgrad": True}), "it has no amsgrad"),
         (OptimizerConfig(name="SGD", args={"dampening": 0.1}), "it has no dampening"),
+        (
+            OptimizerConfig(name="AdamW", args={"betas": [0.9, 0.95]}),
+            "longer than the mean of their squares",  # diverged at each of three rates
+        ),
         (
             OptimizerConfig(groups=(GroupConfig(match=("*",), name="Adam"),)),
             "remove `name` from the optimizer's groups",
