@@ -261,11 +261,16 @@ def test_updates_that_were_late_are_made_good(
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_run_that_was_resumed_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
-    """Checkpoints keep the last step, and how many updates the rate has been corrected for."""
-    whole = job_for("all", (2, 1), "float64", tmp_path / "whole")
-    first = job_for("all", (2, 1), "float64", tmp_path / "halves", epochs=1)
-    second = job_for("all", (2, 1), "float64", tmp_path / "halves", resume=True)
+@pytest.mark.parametrize("case", ["all", "feedback"])
+def test_a_run_that_was_resumed_goes_on_as_if_it_had_not_been_stopped(
+    case: str, tmp_path: Path
+) -> None:
+    """Checkpoints keep the last step, and how many updates the rate has been corrected for; at a
+    checkpoint nothing is left to be made good.
+    """
+    whole = job_for(case, (2, 1), "float64", tmp_path / "whole")
+    first = job_for(case, (2, 1), "float64", tmp_path / "halves", epochs=1)
+    second = job_for(case, (2, 1), "float64", tmp_path / "halves", resume=True)
     run_jobs([whole, first, second])
     assert losses(second) == losses(whole)
     for name, tensor in weights(whole).items():
