@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias, get_args
 
 ScheduleName: TypeAlias = Literal["weight-stashing", "vertical-sync", "2bw", "flush", "gpipe"]
@@ -38,6 +39,15 @@ Correction: TypeAlias = Literal["weight_prediction", "error_feedback", "basis_ro
 """Corrections for late gradients that take memory, as run configs name them."""
 
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
+
+_LATE: tuple[ScheduleName, ...] = ("2bw", "weight-stashing", "vertical-sync")
+
+CORRECTED: Mapping[Correction, tuple[ScheduleName, ...]] = {
+    "weight_prediction": ("weight-stashing",),
+    "error_feedback": _LATE,
+    "basis_rotation": _LATE,
+}
+"""The schedules that each is for."""
 
 WHOLE_STATE: tuple[Correction, ...] = ("weight_prediction", "basis_rotation")
 """These know whole parameters: replicas cannot divide the optimizer's state."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pipedream.capture.captured import Captured, Value, leaves_node
+from pipedream.comm.device.names import device_name
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.profile import (
@@ -28,7 +29,6 @@ from pipedream.graph.profile import (
     Totals,
 )
 from pipedream.graph.run_config import BasisRotationConfig
-from pipedream.profiler.device import device_name
 from pipedream.profiler.timing.backward_split import BackwardSplit
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.profiler.timing.times import Times

@@ -1,30 +1,12 @@
-"""The device that a profile is measured on: its name, and what it says when its memory is full."""
+"""The device that a profile is measured on: its cache, and what it says when memory is full."""
 
 from __future__ import annotations
 
-import platform
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 _CACHE_GUESS = 32 << 20
 """Bytes of a cache, at least: what reads less than there is measures what stays in it."""
-
-
-def device_name(device: torch.device) -> str:
-    """Returns the name of the GPU or the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-
-
-def _processor() -> str:
-    """Returns the name of the CPU from /proc/cpuinfo, or Python's guess."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

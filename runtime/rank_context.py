@@ -33,6 +33,7 @@ from pipedream.runtime.report.live_table import Display
 from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.peak_memory import PeakMemory
 from pipedream.runtime.report.recording import Recorder
+from pipedream.runtime.run.alike import check_alike
 from pipedream.runtime.run.training_segment import Position, whole_updates
 from pipedream.runtime.selfcheck.rehearsal import first_passes, rehearse
 from pipedream.runtime.supervise.device_progress import DeviceProgress
@@ -64,6 +65,7 @@ class RankContext:
         if local.backend == "nccl":
             keep_torch_from_aborting()
         self.store = join(rank_info, connected, local.backend, local.device, job.timeout)
+        check_alike(job, bool(local.tied), self.store, rank_info, local.device)
         self.watchdog = (
             Watchdog.of(self.store, rank_info, job.timeout) if heartbeats is None else None
         )
@@ -197,7 +199,7 @@ class RankContext:
             device=local.device,
             recorded=lambda at: self.display is None or self.display.has_recorded(at),
             details={
-                "optimizer": local.job.optimizer.names,
+                "optimizer": local.job.optimizer_names,
                 "batch_size": local.job.config.batch_size,
             },
         )

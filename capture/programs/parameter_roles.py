@@ -9,6 +9,7 @@ parameter, not from its name.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from enum import Enum
 from operator import attrgetter, getitem
 
@@ -37,6 +38,10 @@ _PRODUCTS = frozenset(
     (
         *("linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "addbmm", "einsum", "tensordot"),
         *("mv", "addmv", "inner", "chain_matmul", "linalg_multi_dot", "_scaled_mm"),
+    )
+)
+_RECURRENT = frozenset(
+    (
         *("lstm", "gru", "rnn_tanh", "rnn_relu"),
         *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
     )
@@ -63,42 +68,61 @@ def roles(captured: Captured) -> dict[str, Role]:
     """Returns the role of each parameter of the captured model, by its name.
 
     A matrix has two dimensions and real elements. `TABLE`: operators look rows up in it; `OUTPUT`:
-    the factor of the last product that has a matrix among its factors; `HIDDEN`: a factor of any
-    other product, in which recurrent layers are included; `OTHER_MATRIX`: neither.
+    a factor of a product from which no other product, recurrent layer or convolution with a
+    parameter follows, of which a model with several heads has several; `HIDDEN`: a factor of any
+    other product, or of a recurrent layer; `OTHER_MATRIX`: neither.
     """
-    tables, in_product = _uses(captured.module)
-    output = max(in_product, key=in_product.__getitem__, default=None)
+    uses = _Uses(captured.module)
 
     def role(name: str, parameter: torch.Tensor) -> Role:
         if not _is_matrix(parameter):
             return Role.NO_MATRIX
-        if name in tables:
-            return Role.TIED if name == output else Role.TABLE
-        if name == output:
+        if name in uses.tables:
+            return Role.TIED if name in uses.outputs else Role.TABLE
+        if name in uses.outputs:
             return Role.OUTPUT
-        return Role.HIDDEN if name in in_product else Role.OTHER_MATRIX
+        return Role.HIDDEN if name in uses.in_product else Role.OTHER_MATRIX
 
     return {name: role(name, each) for name, each in captured.module.named_parameters()}
 
 
-def _uses(module: fx.GraphModule) -> tuple[set[str], dict[str, int]]:
-    """Returns the matrices that rows are looked up in, and the place in the graph of the last
-    product of each that is a factor.
+class _Uses:
+    """Names of matrices: `tables`, in which rows are looked up; those `in_product`; of these the
+    `outputs`.
     """
-    names = {id(each): name for name, each in module.named_parameters() if _is_matrix(each)}
-    place = {node: number for number, node in enumerate(module.graph.nodes)}
-    tables: set[str] = set()
-    in_product: dict[str, int] = {}
-    for node in module.graph.find_nodes(op="get_attr"):
-        name = names.get(id(attrgetter(node.target)(module)))
-        if name is None:
-            continue
-        for reader in _readers(node):
-            if _family(reader) in _LOOKUPS:
-                tables.add(name)
-            elif _family(reader) in _PRODUCTS:
-                in_product[name] = max(place[reader], in_product.get(name, 0))
-    return tables, in_product
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.tables: set[str] = set()
+        self.in_product: set[str] = set()
+        last: list[tuple[str, fx.Node]] = []
+        weighted: set[fx.Node] = set()
+        names = {id(each): name for name, each in module.named_parameters()}
+        matrices = {name for name, each in module.named_parameters() if _is_matrix(each)}
+        for node in module.graph.find_nodes(op="get_attr"):
+            name = names.get(id(attrgetter(node.target)(module)))
+            for reader in _readers(node) if name is not None else ():
+                family = _family(reader)
+                if family in _PRODUCTS or family in _RECURRENT or "conv" in family:
+                    weighted.add(reader)
+                if name not in matrices:
+                    continue
+                if family in _LOOKUPS:
+                    self.tables.add(name)
+                elif family in _PRODUCTS or family in _RECURRENT:
+                    self.in_product.add(name)
+                    if family in _PRODUCTS:
+                        last.append((name, reader))
+        leading = _leading(module.graph, weighted)
+        self.outputs = {name for name, reader in last if reader not in leading}
+
+
+def _leading(graph: fx.Graph, weighted: AbstractSet[fx.Node]) -> set[fx.Node]:
+    """Returns the nodes on which one of those with weights depends."""
+    leading: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(user in weighted or user in leading for user in node.users):
+            leading.add(node)
+    return leading
 
 
 def _is_matrix(parameter: torch.Tensor) -> bool:

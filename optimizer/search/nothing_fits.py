@@ -177,7 +177,8 @@ def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
 
 def _dividing(memory: MemoryModel, request: Request) -> Iterator[str]:
     """As `_remedies`: whether it helps to divide the optimizer's state."""
-    if request.zero == "never" and request.corrections.isdisjoint(WHOLE_STATE):
+    whole = request.optimizer == "muon" or not request.corrections.isdisjoint(WHOLE_STATE)
+    if request.zero == "never" and not whole:
         divided = replace(request, zero="auto")
         best = _least(_over_few(memory, request), divided, request.recompute != "never")
         if best is not None and best.cost <= request.device_types.smallest_memory:

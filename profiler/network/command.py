@@ -14,11 +14,11 @@ from torch._C._distributed_c10d import Store
 
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.sources.load import Loaded
+from pipedream.comm.device.names import device_name
 from pipedream.comm.messages import PeerLost
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import RendezvousError, choose_device, connect_store, join
 from pipedream.graph.errors import UserError
-from pipedream.profiler.device import device_name
 from pipedream.profiler.network.interference import Work
 from pipedream.profiler.network.levels import levels, levels_of
 from pipedream.profiler.network.measure import measure

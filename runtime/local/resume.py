@@ -90,14 +90,14 @@ def _check_state(path: Path, stage: LocalStage, known: Collection[str]) -> None:
         if states != wanted:
             raise UserError(
                 f"{path}: of {name} its optimizer remembers {', '.join(sorted(states))}, and"
-                f" {stage.job.optimizer.names} of the run config"
+                f" {stage.job.optimizer_names} of the run config"
                 f" {', '.join(sorted(wanted)) or 'nothing'}: write the optimizer with its arguments"
                 " there, or add --no-init-optimizer, to begin with the weights alone"
             )
 
 
 def _check(job: Job, path: Path, saved: checkpoint.State) -> None:
-    optimizer = job.optimizer.names
+    optimizer = job.optimizer_names
     if saved.epoch >= job.epochs and job.is_finished and not job.restarted:
         raise UserError(f"--resume: {path} has completed all {job.epochs} epochs; raise --epochs")
     if saved.details.get("optimizer", optimizer) != optimizer:

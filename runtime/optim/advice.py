@@ -40,8 +40,9 @@ def advice(config: RunConfig, schedule: ScheduleName, late: int) -> str | None:
     and the config does not have it; None if there is nothing to say.
     """
     name = _ALIKE.get(config.optimizer.name, config.optimizer.name)
+    special = config.optimizer.args.get("amsgrad") or any(g.name for g in config.optimizer.groups)
     cases = [each for each in MEASURED if each[:2] == (schedule, name)]
-    if not late or not cases or config.asynchronous != AsynchronousConfig():
+    if not late or not cases or special or config.asynchronous != AsynchronousConfig():
         return None
     near = min(cases, key=lambda each: abs(math.log(each.late / late)))
     return (

@@ -78,13 +78,15 @@ class ErrorFeedback:
         they are, which stay; those of the others are made where they are needed.
         """
         self.number, self.before = number, dict(stood)
+        first = self.makes_good.get(number, 0)
+        for missed in [each for each in self.steps if each < first]:
+            del self.steps[missed]  # the update that would have made it good was left out
 
     @property
     def _is_kept(self) -> bool:
         return self.number in self.kept
 
-    @property
-    def _made_good(self) -> _Step | None:
+    def _take_made_good(self) -> _Step | None:
         return self.steps.pop(self.makes_good.get(self.number, -1), None)
 
     def _before(self, *_: object) -> None:
@@ -100,7 +102,7 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def _after(self, *_: object) -> None:
-        late, kept = self._made_good, _Step({}, self.rates)
+        late, kept = self._take_made_good(), _Step({}, self.rates)
         for parameters in _batches([each for each in self.rates if each in self.before]):
             now = [parameter.data for parameter in parameters]
             steps = torch._foreach_sub(now, [self.before[each] for each in parameters])

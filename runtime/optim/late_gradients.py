@@ -52,7 +52,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
+from pipedream.graph.choices import CORRECTED, DEFAULT_ORDER, ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import (
     AsynchronousConfig,
@@ -72,11 +72,6 @@ _FORMS = {"SGD": "SGD", "Adam": "NAdam", "AdamW": "NAdam"}
 ROTATED = "RotatedAdam"
 """Name of the class that is Adam and AdamW with basis_rotation."""
 
-_LATE = ("2bw", "weight-stashing", "vertical-sync")
-
-_SCHEDULES = {"error_feedback": _LATE, "basis_rotation": _LATE}
-"""The schedules that a correction is for; those that are not here: weight stashing."""
-
 _AHEAD = ("error_feedback", "weight_prediction", "nesterov")
 """These find gradients ahead of the weights that they change: one of them is enough."""
 
@@ -90,7 +85,7 @@ def check_corrections(config: AsynchronousConfig, schedule: ScheduleName, order:
             f"one has order {order}: remove `asynchronous` from the run config"
         )
     for name in wanted:
-        fit = _SCHEDULES.get(name, ("weight-stashing",))
+        fit = next((fit for each, fit in CORRECTED.items() if each == name), ("weight-stashing",))
         if schedule not in fit:
             raise UserError(
                 f"asynchronous: {name} in the run config is for {', '.join(fit)}, and the schedule "
@@ -160,18 +155,33 @@ def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
             )
     if name == "SGD":
         return args | {"momentum": momentum, "nesterov": True}
+    _try(name, args)
     # Defaults are those of the optimizer that was named, not of NAdam.
     decoupled = name == "AdamW"
     kept = {name: value for name, value in args.items() if name not in ("amsgrad", "fused")}
     whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | kept
-    _, *rest = kept.get("betas", (0.9, 0.999))
-    if rest and momentum**2 >= rest[0]:
+    _, squares = kept.get("betas", (0.9, 0.999))
+    if momentum**2 >= squares:
         raise UserError(
             f"asynchronous: nesterov: {momentum:g} remembers gradients longer than the mean of "
-            f"their squares, betas {list(kept['betas'])}, and steps may grow without bound: write "
-            f"betas: [0.9, 0.999], or a momentum of less than {rest[0] ** 0.5:.3g}"
+            f"their squares, betas [.., {squares:g}], and steps may grow without bound: write a "
+            f"momentum of less than {squares**0.5:.4g}"
+            + ", or betas: [0.9, 0.999]"
+            * (squares < 0.999)
         )
-    return whole | {"betas": [momentum, *rest], "decoupled_weight_decay": decoupled}
+    return whole | {"betas": [momentum, squares], "decoupled_weight_decay": decoupled}
+
+
+def _try(name: str, args: dict[str, Any]) -> None:
+    """Raises UserError for arguments that the optimizer itself refuses."""
+    import torch
+
+    try:
+        getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(()))], **args)
+        _, _ = args.get("betas", (0.9, 0.999))
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"optimizer {name} {args}: {problem}") from error
 
 
 def rotated_form(config: OptimizerConfig, rotation: BasisRotationConfig) -> OptimizerConfig:
@@ -202,6 +212,7 @@ def _rotated(name: str, args: dict[str, Any], rotation: BasisRotationConfig) -> 
                 f"asynchronous: basis_rotation: it has no {refused}: remove that from the "
                 "optimizer's args"
             )
+    _try(name, args)
     left_out = ("amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused")
     kept = {name: value for name, value in args.items() if name not in left_out}
     is_decoupled = name == "AdamW" or bool(kept.pop("decoupled_weight_decay", False))

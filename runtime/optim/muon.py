@@ -41,7 +41,9 @@ def with_others(config: OptimizerConfig, roles: Mapping[str, Role]) -> Optimizer
     if config.name != MUON:
         return config
     left = _unclaimed(config, roles)
-    by_hand = config.groups and config.others is None and all(roles[n].is_matrix for n in left)
+    matching = config.args.get("adjust_lr_fn") == _MATCHING
+    open_to_all = config.groups and config.others is None and not matching
+    by_hand = open_to_all and all(roles[n].is_matrix for n in left)
     others = [] if by_hand else [name for name in left if roles[name] is not Role.HIDDEN]
     if not others:
         return config

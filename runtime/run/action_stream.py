@@ -14,8 +14,9 @@ from pipedream.schedule.action import Action
 class Lateness:
     """What corrections have to know of late gradients; empty where nothing asks for it.
 
-    `delays`, where weights are predicted: by how many updates those of each minibatch will be old.
-    `makes_good`, with error feedback: `Schedule.makes_good` of the segment.
+    `delays`, where weights are predicted: by how many updates those of each minibatch, as numbered
+    in the epoch, will be old. `makes_good`, with error feedback: `Schedule.makes_good`, of updates
+    counted from the beginning of the segment.
     """
 
     delays: Mapping[int, int] = field(default_factory=dict)

@@ -19,9 +19,15 @@ def announced(job: Job, minibatches: int, learners: str | None) -> Iterator[tupl
     yield "training", announcement(job, minibatches)
     if learners is not None:
         yield "optimizer", learners
-    advised = advice(job.config, job.schedule, max(late))
+    advised = None if _is_divided(job) else advice(job.config, job.schedule, max(late))
     if advised is not None:
         yield "late", advised
+
+
+def _is_divided(job: Job) -> bool:
+    """Returns whether ranks have parts of parameters or of what the optimizer remembers."""
+    stages = job.plan.stages
+    return any(each.mesh is not None or job.divides_updates(each.stage) for each in stages)
 
 
 def announcement(job: Job, minibatches: int) -> str:

@@ -146,6 +146,13 @@ class Job:
         """The config's optimizer, or the form of it that is asked for."""
         return optimizer_form(self.config.optimizer, self.config.asynchronous)
 
+    @property
+    def optimizer_names(self) -> str:
+        """Returns what learns, for checkpoints and messages."""
+        rotated = self.config.asynchronous.basis_rotation is not None
+        own = self.config.optimizer.names
+        return f"{own} with basis_rotation" if rotated else self.optimizer.names
+
     def divides_updates(self, stage: int) -> bool:
         """Returns whether the replicas of a stage divide the optimizer's state among them."""
         planned, asked = self.plan.stages[stage], self.config.zero

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from pipedream.graph.choices import WHOLE_STATE, Correction, ScheduleName
+from pipedream.graph.choices import CORRECTED, WHOLE_STATE, Correction, ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile
 from pipedream.optimizer.cli.options import Options
-
-_LATE: tuple[ScheduleName, ...] = ("weight-stashing", "vertical-sync", "2bw")
-
-_SCHEDULES: dict[Correction, tuple[ScheduleName, ...]] = {
-    "weight_prediction": ("weight-stashing",),
-    "error_feedback": _LATE,
-    "basis_rotation": _LATE,
-}
 
 
 def corrections_of(
@@ -24,7 +16,7 @@ def corrections_of(
     """
     wanted = options.corrections
     for name in sorted(wanted):
-        fit = _SCHEDULES[name]
+        fit = CORRECTED[name]
         if schedule not in fit:
             raise UserError(
                 f"{option_of(name)} is for {', '.join(fit)}, and the schedule is {schedule}: leave"

@@ -41,15 +41,16 @@ def draw(table: pd.DataFrame, curves: Mapping[str, Sequence[float]], path: Path)
     from matplotlib import pyplot as plt
 
     figure, (gaps, losses) = plt.subplots(1, 2, figsize=(9.6, 4.0))
+    stages = sorted(set(table.stages))
     late = table[~table.method.str.startswith("flush")]
     for method, runs in late.groupby("method", sort=False):
         color, line = STYLES[str(method)]
         by_stages = runs.groupby("stages").over
         middle, least, most = by_stages.median(), by_stages.min(), by_stages.max()
-        gaps.plot(middle.index, 100 * middle, color=color, ls=line, marker=".", label=method)
-        gaps.fill_between(middle.index, 100 * least, 100 * most, color=color, alpha=0.12, lw=0)
-    gaps.set_xscale("log", base=2)
-    gaps.set_xticks(sorted(set(table.stages)), [str(each) for each in sorted(set(table.stages))])
+        where = [stages.index(each) for each in middle.index]
+        gaps.plot(where, 100 * middle, color=color, ls=line, marker=".", label=method)
+        gaps.fill_between(where, 100 * least, 100 * most, color=color, alpha=0.12, lw=0)
+    gaps.set_xticks(range(len(stages)), [str(each) for each in stages])
     gaps.set_xlabel("stages")
     gaps.set_ylabel("% above the same optimizer, not late")
     for method, found in curves.items():

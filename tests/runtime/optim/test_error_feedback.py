@@ -67,6 +67,18 @@ def test_a_step_that_was_left_out_makes_nothing_good() -> None:
     assert learning.update(4, 6.0) == -7.0 - 6.0 - (6.0 - 5.0)
 
 
+def test_steps_that_nothing_makes_good_any_more_are_forgotten() -> None:
+    """Each update that was left out left a copy of the parameters behind."""
+    learning = Learning()
+    learning.feedback.follow({number + 1: number for number in range(1, 50)})
+    for number in range(1, 50):
+        if number % 5:
+            learning.update(number, 1.0)
+        else:
+            learning.feedback.expect(number, {})
+    assert sorted(learning.feedback.steps) == [49]
+
+
 def test_no_more_steps_are_kept_than_are_made_good() -> None:
     learning = Learning()
     learning.feedback.follow({5: 2, 6: 3})

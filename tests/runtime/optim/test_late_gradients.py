@@ -317,6 +317,9 @@ def test_the_form_of_a_group_is_that_of_the_optimizer() -> None:
             OptimizerConfig(name="AdamW", args={"betas": [0.9, 0.95]}),
             "longer than the mean of their squares",  # diverged at each of three rates
         ),
+        (OptimizerConfig(name="AdamW", args={"betas": [0.9]}), "optimizer AdamW .*betas"),
+        (OptimizerConfig(name="Adam", args={"betas": 0.9}), "optimizer Adam .*betas"),
+        (OptimizerConfig(name="Adam", args={"lr": "0.1"}), "optimizer Adam .*lr"),
         (
             OptimizerConfig(groups=(GroupConfig(match=("*",), name="Adam"),)),
             "remove `name` from the optimizer's groups",

@@ -251,6 +251,28 @@ def test_a_model_of_kernels_has_nothing_for_muon() -> None:
         who_learns(with_others(MUON, found), found, found)
 
 
+class Heads(nn.Module):
+    """Two outputs of one trunk, and a convolution of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.kinds, self.boxes = nn.Linear(4, 3), nn.Linear(4, 2)
+        self.before, self.mask = nn.Linear(4, 4), nn.Conv1d(1, 1, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.trunk(x).relu()
+        return self.kinds(x), self.boxes(x), self.mask(self.before(x)[:, None])
+
+
+def test_each_head_is_an_output() -> None:
+    """One of two was learned by Muon; what a convolution reads is none."""
+    found = roles_of(Heads(), torch.randn(2, 4))
+    outputs = {name for name, role in found.items() if role is Role.OUTPUT}
+    assert outputs == {"kinds.weight", "boxes.weight"}
+    assert found["before.weight"] is found["trunk.weight"] is Role.HIDDEN
+
+
 ROLES = {
     "table": Role.TABLE,
     "a.weight": Role.HIDDEN,
@@ -281,13 +303,24 @@ def test_groups_of_the_user_come_first() -> None:
 def test_groups_may_divide_all_by_hand() -> None:
     """As before there was a rule: what is left to Muon are matrices, the output among them."""
     claimed = GroupConfig(match=("*bias", "odd*", "table"), name="AdamW")
-    for args in ({}, {"adjust_lr_fn": "match_rms_adamw"}):
-        config = OptimizerConfig(name="Muon", args=args, groups=(claimed,))
-        assert divided_by(config) == [
-            ("AdamW", {}, {"a.bias", "odd[0]", "table"}),
-            ("Muon", args, {"a.weight", "head"}),
-        ]
-        assert with_others(config.model_copy(update={"others": {}}), ROLES) != config
+    config = OptimizerConfig(name="Muon", args={}, groups=(claimed,))
+    assert divided_by(config) == [
+        ("AdamW", {}, {"a.bias", "odd[0]", "table"}),
+        ("Muon", {}, {"a.weight", "head"}),
+    ]
+    assert with_others(config.model_copy(update={"others": {}}), ROLES) != config
+
+
+def test_a_group_for_biases_alone_gives_muon_neither_table_nor_output() -> None:
+    """Where Muon's arguments say AdamW's, nothing has to be divided by hand."""
+    claimed = GroupConfig(match=("*bias", "odd*"), name="AdamW")
+    args = {"adjust_lr_fn": "match_rms_adamw"}
+    config = OptimizerConfig(name="Muon", args=args, groups=(claimed,))
+    assert [(name, members) for name, _, members in divided_by(config)] == [
+        ("AdamW", {"a.bias", "odd[0]"}),
+        ("AdamW", {"table", "head"}),
+        ("Muon", {"a.weight"}),
+    ]
 
 
 @pytest.mark.parametrize(
