@@ -21,7 +21,7 @@ def announced(job: Job, minibatches: int, learners: str | None) -> Iterator[tupl
         yield "optimizer", learners
     advised = None if _is_divided(job) else advice(job.config, job.schedule, max(late))
     if advised is not None:
-        yield "late", advised
+        yield "advice", advised
 
 
 def _is_divided(job: Job) -> bool:

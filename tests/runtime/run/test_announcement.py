@@ -76,7 +76,7 @@ ADAM = OptimizerConfig(name="AdamW")
 
 def test_a_correction_is_recommended_where_one_was_measured() -> None:
     """Of late gradients only, and where the config has none."""
-    late = dict(announced(job("2bw", (1, 1), microbatches=2, optimizer=ADAM), 80, None))["late"]
+    late = dict(announced(job("2bw", (1, 1), microbatches=2, optimizer=ADAM), 80, None))["advice"]
     assert late.startswith("asynchronous: {error_feedback: true} corrects for late gradients")
     corrected = AsynchronousConfig(error_feedback=True)
     for silent in (
