@@ -28,6 +28,7 @@ class Measured(NamedTuple):
 
 MEASURED = (
     Measured("2bw", "AdamW", 1, "error_feedback: true", 0.061, 0.018),
+    Measured("2bw", "Muon", 1, "error_feedback: true", 0.020, 0.009),
     Measured("weight-stashing", "AdamW", 7, "nesterov: 0.99", 0.302, 0.059),
 )
 """Of weight stashing `basis_rotation` is better still, but takes long where updates have few tokens,
@@ -53,6 +54,6 @@ def advice(config: RunConfig, schedule: ScheduleName, late: int) -> str | None:
         return None
     return (
         f"asynchronous: {{{near.correction}}} corrects for late gradients: where they were up to "
-        f"{near.late} updates late, {near.optimizer} ended {near.as_they_come:.0%} above the loss "
+        f"{near.late} update{'s' * (near.late > 1)} late, {near.optimizer} ended {near.as_they_come:.0%} above the loss "
         f"of timely ones, and {near.corrected:.0%} with it (docs/how-to/late-gradients.md)"
     )
