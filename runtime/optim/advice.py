@@ -31,8 +31,8 @@ MEASURED = (
     Measured("2bw", "Muon", 1, "error_feedback: true", 0.020, 0.009),
     Measured("weight-stashing", "AdamW", 7, "nesterov: 0.99", 0.302, 0.059),
 )
-"""Of weight stashing `basis_rotation` is better still, but takes long where updates have few tokens,
-which depends on the model."""
+"""Of weight stashing `basis_rotation` is better still, but takes long where updates have few
+tokens."""
 
 _NEAR = 2.0
 """Nothing is said of gradients that are so many times as late as those that were measured."""
@@ -52,8 +52,9 @@ def advice(config: RunConfig, schedule: ScheduleName, late: int) -> str | None:
     near = min(cases, key=lambda each: abs(math.log(each.late / late)))
     if not 1 / _NEAR <= near.late / late <= _NEAR:
         return None
+    updates = f"{near.late} update{'s' * (near.late > 1)}"
     return (
         f"asynchronous: {{{near.correction}}} corrects for late gradients: where they were up to "
-        f"{near.late} update{'s' * (near.late > 1)} late, {near.optimizer} ended {near.as_they_come:.0%} above the loss "
-        f"of timely ones, and {near.corrected:.0%} with it (docs/how-to/late-gradients.md)"
+        f"{updates} late, {near.optimizer} ended {near.as_they_come:.0%} above the loss of timely"
+        f" ones, and {near.corrected:.0%} with it (docs/how-to/late-gradients.md)"
     )
