@@ -35,7 +35,6 @@ from pipedream.runtime.optim.late_gradients import (
 )
 from pipedream.runtime.optim.muon import with_others
 from pipedream.runtime.optim.optimizers import make_optimizer
-from pipedream.runtime.optim.prediction import Prediction
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import Norm, StageStepping
 from pipedream.schedule.schedule import Schedule
@@ -56,7 +55,7 @@ class LateStage:
     stepping: StageStepping
     delays: Mapping[int, int]
     makes_good: Mapping[int, int]
-    prediction: Prediction | None = None
+    predicts: bool = False
     feedback: ErrorFeedback | None = None
     updates: int = 0
     versions: list[dict[str, Tensor]] = field(default_factory=list)
@@ -66,8 +65,8 @@ class LateStage:
         return max(self.delays.values())
 
     def begin_epoch(self) -> None:
-        """The pipeline is drained: all that is known is the newest version."""
-        self.versions = [_copies(self.parameters)]
+        """The pipeline is drained: all run on the newest version, and the last step is known."""
+        self.versions = self.versions[-2:] or [_copies(self.parameters)]
         if self.feedback is not None:
             self.feedback.begin()
             self.feedback.follow({a + 1: b + 1 for a, b in self.makes_good.items()})
@@ -75,9 +74,14 @@ class LateStage:
     def weights(self, minibatch: int) -> dict[str, Tensor]:
         """Returns the weights that a minibatch of the epoch runs on, as leaves."""
         delay = self.delays[minibatch]
-        if self.prediction is not None and delay:
-            return self.prediction.ahead(delay, {})
-        return {n: each.requires_grad_() for n, each in self.versions[-1 - delay].items()}
+        weights = self.versions[-1 - delay]
+        if self.predicts and delay and len(self.versions) > delay + 1:
+            before = self.versions[-2 - delay]
+            weights = {
+                name: torch.add(each, each - before[name], alpha=delay).detach()
+                for name, each in weights.items()
+            }
+        return {name: each.requires_grad_() for name, each in weights.items()}
 
     def squares(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Returns the sum of the squares of its gradients."""
@@ -95,7 +99,7 @@ class LateStage:
             self.feedback.expect(minibatch + 1, stood)
         self.stepping.step(gradients, Norm(norm), 1)
         self.updates += 1
-        self.versions = [*self.versions[-self.delay - 1 :], _copies(self.parameters)]
+        self.versions = [*self.versions[-self.delay - 2 :], _copies(self.parameters)]
 
 
 class LateModel:
@@ -139,8 +143,7 @@ class LateModel:
             planned.delays(stage),
             planned.makes_good(stage),
         )
-        if wanted.weight_prediction and made.delay:
-            made.prediction = Prediction(optimizer, own)
+        made.predicts = wanted.weight_prediction
         scale_rate(optimizer, lambda: rate_factor(config, made.delay, made.updates))
         if wanted.error_feedback and made.delay:
             made.feedback = ErrorFeedback(optimizer, float(wanted.error_feedback))
