@@ -237,8 +237,13 @@ class Search:
         stops = np.arange(len(self.cuts))[self.cuts.after(start, end)]
         if self.limit == inf:
             return stops
-        most = self.devices[-1]  # replicas: of the stages with fewest bytes on each
-        asked = (cost.on_device(start, stops, 0, most) for cost in self._on.values())
+        # A stage has fewest bytes on each device alone, without buckets, or with most replicas.
+        extremes = {1, self.devices[-1]}
+        asked = (
+            cost.on_device(start, stops, 0, replicas)
+            for cost in self._on.values()
+            for replicas in extremes
+        )
         alone = np.min(list(asked), axis=0)
         shared = alone / self.devices[subproblem.level]  # by all that a stage may have
         within: Ints = stops[shared <= self._limits(subproblem.level, start, stops)]

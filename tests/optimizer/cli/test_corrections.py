@@ -22,7 +22,11 @@ ASKED = Options(graph=Path("graph.txt"))
 @pytest.mark.parametrize(
     ("options", "schedule_name", "message"),
     [
-        ({"error_feedback": True}, "flush", "--error-feedback is for weight-stashing, vertical"),
+        (
+            {"error_feedback": True},
+            "flush",
+            "--error-feedback is for 2bw, weight-stashing,",
+        ),
         ({"weight_prediction": True}, "2bw", "--weight-prediction is for weight-stashing, and"),
         (
             {"weight_prediction": True, "error_feedback": True},

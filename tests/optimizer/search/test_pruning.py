@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from amount import examples
@@ -8,6 +10,7 @@ from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
+from pipedream.graph.model import Graph, Node
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import COST_MODELS, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.stage_cost import Replication
@@ -143,3 +146,31 @@ def test_two_hundred_thousand_cuts_are_planned_exactly(
     )
     nested = by_hand.nest(found.plan, by_hand.working(graph))
     assert np.isclose(costs.time(len(machines) - 1, nested), seconds, rtol=1e-9)
+
+
+def test_buckets_of_replicas_do_not_rule_out_stages_without() -> None:
+    """Replicas add gradients up in buckets, as many bytes as the parameters: with two of them no
+    stage fits here. Below the cost of a first plan the best one was not found, and the first said
+    to be the best.
+    """
+    seconds = (0.0, 0.0, 0.001, 0.0, 0.0, 0.001, 0.002, 0.0)
+    megabytes = (3, 8, 3, 6, 0, 1, 5, 9)
+    names = [f"n{number}" for number in range(8)]
+    nodes = {
+        name: Node(
+            name,
+            "Layer",
+            backward_seconds=each,
+            activation_bytes=(0.0, 1e5 if name == "n0" else 0.0),
+            parameter_bytes=size * 1e6,
+        )
+        for name, each, size in zip(names, seconds, megabytes, strict=True)
+    }
+    graph = Graph(nodes, tuple(pairwise(names)))
+    request = Request(graph, cluster_of((2,)), COST_MODELS["measured"](None), memory=6e7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_AT_ONCE", 2_500)
+        patch.setattr(planner, "_FEW", 1)
+        found = optimize(request, 10_000).plan
+    assert found.predicted.seconds_per_minibatch == pytest.approx(0.003)
+    assert [stage.nodes[0] for stage in found.stages] == ["n0", "n3"]
