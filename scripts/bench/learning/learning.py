@@ -156,7 +156,7 @@ def main() -> None:
         table = pd.DataFrame(row for rows in shown(pool.imap(rows_of, studies)) for row in rows)
     table = against_plain(table)
     table.to_csv(asked.output / "learning.csv", index=False)
-    draw(table, curves_of(table, asked.output), asked.output / "learning.svg")
+    draw(curves_of(table, asked.output), asked.output / "learning.svg")
     print(summary(table).to_string(index=False))
 
 
@@ -180,21 +180,15 @@ def shown(found: Iterable[list[dict[str, object]]]) -> Iterable[list[dict[str, o
         yield rows
 
 
-def curves_of(table: pd.DataFrame, folder: Path) -> dict[str, list[float]]:
-    """Returns the losses of the first seed of each method at the most stages."""
-    first = table[(table.stages == table.stages.max()) & (table.seed == 0)]
-    runs = {
-        str(row.method): Run(
-            folder,
-            str(row.method),
-            row.stages,
-            tuple(float(rate) for rate in row.rates.split("+")),
-            0,
-            row.epochs,
-        )
-        for row in first.itertuples()
-    }
-    return {name: json.loads(run.file.read_text())["losses"] for name, run in runs.items()}
+def curves_of(table: pd.DataFrame, folder: Path) -> dict[int, dict[str, list[float]]]:
+    """Returns the losses of the first seed of each method, by number of stages."""
+    curves: dict[int, dict[str, list[float]]] = {}
+    for row in table[table.seed == 0].itertuples():
+        rates = tuple(float(rate) for rate in str(row.rates).split("+"))
+        run = Run(folder, str(row.method), int(row.stages), rates, 0, int(row.epochs))
+        losses = json.loads(run.file.read_text())["losses"]
+        curves.setdefault(run.stages, {})[run.method] = losses
+    return curves
 
 
 def against_plain(table: pd.DataFrame) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""learning.svg: how much late gradients cost by the number of stages, and the curves of losses."""
+"""learning.svg: the losses of all updates, by number of stages and method."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
-SMOOTH = 20
+SMOOTH = 40
 """Updates whose losses are averaged."""
 
 STYLES = {
@@ -30,38 +29,27 @@ STYLES = {
 }
 
 
-def draw(table: pd.DataFrame, curves: Mapping[str, Sequence[float]], path: Path) -> None:
-    """`table`: as `learning.py` makes it; `curves`: by method the losses of the updates of one run
-    at the most stages of all.
-    """
+def draw(curves: Mapping[int, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """`curves`: by number of stages and method the losses of the updates of one run."""
     import matplotlib as mpl
 
     mpl.use("svg")
     mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "learning", "font.size": 9}
     from matplotlib import pyplot as plt
 
-    figure, (gaps, losses) = plt.subplots(1, 2, figsize=(9.6, 4.0))
-    stages = sorted(set(table.stages))
-    late = table[~table.method.str.startswith("flush")]
-    for method, runs in late.groupby("method", sort=False):
-        color, line = STYLES[str(method)]
-        by_stages = runs.groupby("stages").over
-        middle, least, most = by_stages.median(), by_stages.min(), by_stages.max()
-        where = [stages.index(each) for each in middle.index]
-        gaps.plot(where, 100 * middle, color=color, ls=line, marker=".", label=method)
-        gaps.fill_between(where, 100 * least, 100 * most, color=color, alpha=0.12, lw=0)
-    gaps.set_xticks(range(len(stages)), [str(each) for each in stages])
-    gaps.set_xlabel("stages")
-    gaps.set_ylabel("% above the same optimizer, not late")
-    for method, found in curves.items():
-        color, line = STYLES[method]
-        smooth = np.convolve(found, np.ones(SMOOTH) / SMOOTH, mode="valid")
-        losses.plot(np.arange(len(smooth)) + SMOOTH, smooth, color=color, ls=line, label=method)
-    losses.set_xlabel("updates")
-    losses.set_ylabel(f"loss, nats a byte, mean of {SMOOTH} updates")
-    losses.set_title(f"{table.stages.max()} stages")
-    losses.legend(frameon=False, fontsize=8)
-    for axis in (gaps, losses):
+    size = (4.8 * len(curves), 4.0)
+    figure, axes = plt.subplots(1, len(curves), figsize=size, sharey=True, squeeze=False)
+    for axis, (stages, methods) in zip(axes[0], curves.items(), strict=True):
+        for method, found in methods.items():
+            color, line = STYLES[method]
+            smooth = np.convolve(found, np.ones(SMOOTH) / SMOOTH, mode="valid")[::SMOOTH]
+            updates = SMOOTH * np.arange(1, len(smooth) + 1)
+            axis.plot(updates, smooth, color=color, ls=line, label=method)
+        axis.set_title(f"{stages} stages")
+        axis.set_xlabel("updates")
+        axis.set_ylim(top=2.6)
         axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8)
+    axes[0, 0].set_ylabel(f"loss, nats a byte, mean of {SMOOTH} updates")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
