@@ -133,13 +133,19 @@ def _predicted(trial: Trial, model: EmulatedModel) -> dict[str, Any]:
 
 
 def _cluster(name: str, gigabyte: float) -> Cluster:
-    """`4x2`: two machines of four devices. 1 GB/s outside, ten times as much within."""
+    """`4x2`: two machines of four devices. 1 GB/s outside, ten times as much within; `8@0.25`: eight
+    with a quarter of that.
+    """
     try:
-        machines = tuple(map(int, name.split("x")))
-        speeds = [gigabyte * INNER**level for level in reversed(range(len(machines)))]
+        shape, _, share = name.partition("@")
+        machines = tuple(map(int, shape.split("x")))
+        outside = gigabyte * float(share or 1)
+        speeds = [outside * INNER**level for level in reversed(range(len(machines)))]
         return Cluster(machines=machines, bandwidth=tuple(speeds))
     except ValueError:
-        raise UserError(f"--clusters {name}: write 8, or 4x2 for two machines of four") from None
+        raise UserError(
+            f"--clusters {name}: write 8, 4x2 for two machines of four, or 8@0.25 for slower links"
+        ) from None
 
 
 def _listed(allowed: Collection[str] | None = None) -> Callable[..., list[str]]:
