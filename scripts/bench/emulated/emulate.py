@@ -133,8 +133,8 @@ def _predicted(trial: Trial, model: EmulatedModel) -> dict[str, Any]:
 
 
 def _cluster(name: str, gigabyte: float) -> Cluster:
-    """`4x2`: two machines of four devices. 1 GB/s outside, ten times as much within; `8@0.25`: eight
-    with a quarter of that.
+    """`4x2`: two machines of four devices. 1 GB/s outside, ten times as much within; `8@0.25`:
+    eight with a quarter of that.
     """
     try:
         shape, _, share = name.partition("@")

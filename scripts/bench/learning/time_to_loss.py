@@ -52,7 +52,7 @@ def seconds(path: Path) -> dict[tuple[str, str], dict[str, float]]:
     frame = pd.DataFrame(map(json.loads, path.read_text().splitlines()))
     return {
         (str(model), str(cluster)): (runs.groupby("plan").measured_ms.median() / 1e3).to_dict()
-        for (model, cluster), runs in frame.groupby(["model", "cluster"])
+        for (model, cluster), runs in frame.groupby(["profile", "cluster"])
     }
 
 
