@@ -42,12 +42,12 @@ CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 
 _LATE: tuple[ScheduleName, ...] = ("2bw", "weight-stashing", "vertical-sync")
 
-CORRECTED: Mapping[Correction, tuple[ScheduleName, ...]] = {
+CORRECTED: Mapping[str, tuple[ScheduleName, ...]] = {
     "weight_prediction": ("weight-stashing",),
     "error_feedback": _LATE,
     "basis_rotation": _LATE,
 }
-"""The schedules that each is for."""
+"""The schedules that each of `CORRECTIONS` is for."""
 
 WHOLE_STATE: tuple[Correction, ...] = ("weight_prediction", "basis_rotation")
 """These know whole parameters: replicas cannot divide the optimizer's state."""

@@ -75,7 +75,7 @@ def roles(captured: Captured) -> dict[str, Role]:
     uses = _Uses(captured.module)
 
     def role(name: str, parameter: torch.Tensor) -> Role:
-        if not _is_matrix(parameter):
+        if not is_matrix(parameter):
             return Role.NO_MATRIX
         if name in uses.tables:
             return Role.TIED if name in uses.outputs else Role.TABLE
@@ -96,24 +96,30 @@ class _Uses:
         self.in_product: set[str] = set()
         last: list[tuple[str, fx.Node]] = []
         weighted: set[fx.Node] = set()
-        names = {id(each): name for name, each in module.named_parameters()}
-        matrices = {name for name, each in module.named_parameters() if _is_matrix(each)}
-        for node in module.graph.find_nodes(op="get_attr"):
-            name = names.get(id(attrgetter(node.target)(module)))
-            for reader in _readers(node) if name is not None else ():
-                family = _family(reader)
-                if family in _PRODUCTS or family in _RECURRENT or "conv" in family:
-                    weighted.add(reader)
-                if name not in matrices:
-                    continue
-                if family in _LOOKUPS:
-                    self.tables.add(name)
-                elif family in _PRODUCTS or family in _RECURRENT:
-                    self.in_product.add(name)
-                    if family in _PRODUCTS:
-                        last.append((name, reader))
+        matrices = {name for name, each in module.named_parameters() if is_matrix(each)}
+        for name, reader in _parameters_read(module):
+            family = _family(reader)
+            is_product = family in _PRODUCTS
+            is_factor = is_product or family in _RECURRENT
+            if is_factor or "conv" in family:
+                weighted.add(reader)
+            if name in matrices and family in _LOOKUPS:
+                self.tables.add(name)
+            if name in matrices and is_factor:
+                self.in_product.add(name)
+            if name in matrices and is_product:
+                last.append((name, reader))
         leading = _leading(module.graph, weighted)
         self.outputs = {name for name, reader in last if reader not in leading}
+
+
+def _parameters_read(module: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
+    """Yields names of parameters with what reads them."""
+    names = {id(each): name for name, each in module.named_parameters()}
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = names.get(id(attrgetter(node.target)(module)))
+        if name is not None:
+            yield from ((name, reader) for reader in _readers(node))
 
 
 def _leading(graph: fx.Graph, weighted: AbstractSet[fx.Node]) -> set[fx.Node]:
@@ -125,7 +131,8 @@ def _leading(graph: fx.Graph, weighted: AbstractSet[fx.Node]) -> set[fx.Node]:
     return leading
 
 
-def _is_matrix(parameter: torch.Tensor) -> bool:
+def is_matrix(parameter: torch.Tensor) -> bool:
+    """Returns whether it has two dimensions and real elements."""
     return parameter.dim() == 2 and parameter.is_floating_point()
 
 

@@ -13,11 +13,11 @@ from pipedream.capture.checks.equivalence import Tolerance, check_equivalence
 from pipedream.capture.compute_settings import Precision, eval_mode
 from pipedream.capture.export import capture
 from pipedream.capture.loss import load_loss
-from pipedream.capture.programs.parameter_roles import Role, roles
+from pipedream.capture.programs.parameter_roles import Role, is_matrix, roles
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
-from pipedream.graph.run_config import OptimizerConfig
+from pipedream.graph.run_config import MUON, OptimizerConfig
 from pipedream.runtime.data.batch import Batch
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.data.order import Sizes
@@ -36,11 +36,11 @@ class Captures:
     epoch, by its number, if that has fewer examples.
 
     `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
-    `buffers`: those of all its buffers. `roles`: what each parameter is for. `evaluation`: a rank's
-    part in evaluating the held-out data, None if that is not asked for or cannot go through the
-    pipeline. `model`: if minibatches vary in shape, to capture it for others. `first`: the
-    minibatch it was captured for. `tolerance`: by how much the passes of the pipeline may differ
-    from the model's, if that was looked at.
+    `buffers`: those of all its buffers. `roles`: what each parameter is for, where Muon learns.
+    `evaluation`: a rank's part in evaluating the held-out data, None if that is not asked for or
+    cannot go through the pipeline. `model`: if minibatches vary in shape, to capture it for others.
+    `first`: the minibatch it was captured for. `tolerance`: by how much the passes of the pipeline
+    may differ from the model's, if that was looked at.
     """
 
     whole: Captured
@@ -84,7 +84,7 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
         [name for name, _ in model.named_parameters()],
         frozenset(model.state_dict()),
         frozenset(name for name, _ in model.named_buffers()),
-        _roles(model, whole),
+        _roles(model, whole) if MUON in job.optimizer.names else {},
         _evaluation(job, examples, rank_info, model, first),
         first,
         model if job.config.data.varying else None,
@@ -108,7 +108,7 @@ def _check_config(job: Job, examples: Examples, model: nn.Module) -> None:
 def _roles(model: nn.Module, captured: Captured) -> dict[str, Role]:
     """Returns those of all parameters, of which operators may not read some."""
     unread = {
-        name: Role.OTHER_MATRIX if parameter.dim() == 2 else Role.NO_MATRIX
+        name: Role.OTHER_MATRIX if is_matrix(parameter) else Role.NO_MATRIX
         for name, parameter in model.named_parameters()
     }
     return unread | roles(captured)

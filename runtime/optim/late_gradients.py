@@ -50,6 +50,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipedream.graph.choices import CORRECTED, DEFAULT_ORDER, ScheduleName
@@ -60,6 +61,7 @@ from pipedream.graph.run_config import (
     OptimizerConfig,
     RunConfig,
 )
+from pipedream.runtime.optim.arguments import try_arguments
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -85,7 +87,7 @@ def check_corrections(config: AsynchronousConfig, schedule: ScheduleName, order:
             f"one has order {order}: remove `asynchronous` from the run config"
         )
     for name in wanted:
-        fit = next((fit for each, fit in CORRECTED.items() if each == name), ("weight-stashing",))
+        fit = CORRECTED.get(name, ("weight-stashing",))
         if schedule not in fit:
             raise UserError(
                 f"asynchronous: {name} in the run config is for {', '.join(fit)}, and the schedule "
@@ -130,20 +132,29 @@ def nesterov_form(config: OptimizerConfig, momentum: float) -> OptimizerConfig:
             "asynchronous: nesterov: there is such a form of SGD, Adam and AdamW, and the "
             f"optimizer is {config.name}: choose one of them, or leave nesterov out"
         )
+    args_of = partial(_form, config.name, momentum=momentum)
+    return _in_form(config, "nesterov", _FORMS[config.name], args_of)
+
+
+def _in_form(
+    config: OptimizerConfig,
+    option: str,
+    name: str,
+    args_of: Callable[[dict[str, Any]], dict[str, Any]],
+) -> OptimizerConfig:
+    """Returns the optimizer `name`, whose arguments are made from those that the config has, group
+    by group. Raises UserError if a group has an optimizer of its own.
+    """
     if any(group.name is not None for group in config.groups):
         raise UserError(
-            "asynchronous: nesterov: it is a form of one optimizer: remove `name` from the "
-            "optimizer's groups, or leave nesterov out"
+            f"asynchronous: {option}: it is a form of one optimizer: remove `name` from the "
+            f"optimizer's groups, or leave {option} out"
         )
     groups = (
-        group.model_copy(update={"args": _form(config.name, config.args | group.args, momentum)})
+        group.model_copy(update={"args": args_of(config.args | group.args)})
         for group in config.groups
     )
-    return OptimizerConfig(
-        name=_FORMS[config.name],
-        args=_form(config.name, config.args, momentum),
-        groups=tuple(groups),
-    )
+    return OptimizerConfig(name=name, args=args_of(config.args), groups=tuple(groups))
 
 
 def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
@@ -155,7 +166,7 @@ def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
             )
     if name == "SGD":
         return args | {"momentum": momentum, "nesterov": True}
-    _try(name, args)
+    try_arguments("optimizer", name, args)
     # Defaults are those of the optimizer that was named, not of NAdam.
     decoupled = name == "AdamW"
     kept = {name: value for name, value in args.items() if name not in ("amsgrad", "fused")}
@@ -172,18 +183,6 @@ def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
     return whole | {"betas": [momentum, squares], "decoupled_weight_decay": decoupled}
 
 
-def _try(name: str, args: dict[str, Any]) -> None:
-    """Raises UserError for arguments that the optimizer itself refuses."""
-    import torch
-
-    try:
-        getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(()))], **args)
-        _, _ = args.get("betas", (0.9, 0.999))
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"optimizer {name} {args}: {problem}") from error
-
-
 def rotated_form(config: OptimizerConfig, rotation: BasisRotationConfig) -> OptimizerConfig:
     """Returns Adam or AdamW with rotated bases. Raises UserError for other optimizers."""
     if config.name not in ("Adam", "AdamW"):
@@ -191,18 +190,8 @@ def rotated_form(config: OptimizerConfig, rotation: BasisRotationConfig) -> Opti
             "asynchronous: basis_rotation: it is a form of Adam and AdamW, and the optimizer is "
             f"{config.name}: choose one of them, or leave basis_rotation out"
         )
-    if any(group.name is not None for group in config.groups):
-        raise UserError(
-            "asynchronous: basis_rotation: it is a form of one optimizer: remove `name` from the "
-            "optimizer's groups, or leave basis_rotation out"
-        )
-    groups = (
-        group.model_copy(update={"args": _rotated(config.name, config.args | group.args, rotation)})
-        for group in config.groups
-    )
-    return OptimizerConfig(
-        name=ROTATED, args=_rotated(config.name, config.args, rotation), groups=tuple(groups)
-    )
+    args_of = partial(_rotated, config.name, rotation=rotation)
+    return _in_form(config, "basis_rotation", ROTATED, args_of)
 
 
 def _rotated(name: str, args: dict[str, Any], rotation: BasisRotationConfig) -> dict[str, Any]:
@@ -212,7 +201,7 @@ def _rotated(name: str, args: dict[str, Any], rotation: BasisRotationConfig) -> 
                 f"asynchronous: basis_rotation: it has no {refused}: remove that from the "
                 "optimizer's args"
             )
-    _try(name, args)
+    try_arguments("optimizer", name, args)
     left_out = ("amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused")
     kept = {name: value for name, value in args.items() if name not in left_out}
     is_decoupled = name == "AdamW" or bool(kept.pop("decoupled_weight_decay", False))

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipedream.capture.programs.parameter_roles import Role
+from pipedream.capture.programs.parameter_roles import Role, is_matrix
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import MUON, GroupConfig, OptimizerConfig
+from pipedream.runtime.optim.arguments import try_arguments
 from pipedream.runtime.optim.optimizers import groups, matcher
 
 OTHERS = "AdamW"
@@ -69,11 +70,7 @@ def _args_of_others(config: OptimizerConfig, example: str) -> dict[str, Any]:
             f" others, such as {example}: write others: {{lr: 0.001}} beside args, or give args"
             f" adjust_lr_fn: {_MATCHING}, with which both have the same lr"
         )
-    try:
-        torch.optim.AdamW([nn.Parameter(torch.zeros(()))], **args)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"optimizer.others: {OTHERS} {args}: {problem}") from error
+    try_arguments("optimizer.others:", OTHERS, args)
     return args
 
 
@@ -82,7 +79,7 @@ def roles_by_shape(parameters: Mapping[str, Tensor]) -> dict[str, Role]:
     output, the others for weights of hidden layers. Enough to check arguments.
     """
     found = {
-        name: Role.HIDDEN if _is_matrix(each) else Role.NO_MATRIX
+        name: Role.HIDDEN if is_matrix(each) else Role.NO_MATRIX
         for name, each in parameters.items()
     }
     matrices = [name for name, role in found.items() if role.is_matrix]
@@ -95,14 +92,10 @@ def roles_by_state(parameters: Mapping[str, Tensor], remembered: Iterable[str]) 
     """
     by_muon = {key.rpartition("/")[0] for key in remembered if key.endswith(f"/{MOMENTUM}")}
     others = {
-        name: Role.OTHER_MATRIX if _is_matrix(each) else Role.NO_MATRIX
+        name: Role.OTHER_MATRIX if is_matrix(each) else Role.NO_MATRIX
         for name, each in parameters.items()
     }
     return others | {name: Role.HIDDEN for name in parameters if name in by_muon}
-
-
-def _is_matrix(parameter: Tensor) -> bool:
-    return parameter.dim() == 2 and parameter.is_floating_point()
 
 
 def who_learns(

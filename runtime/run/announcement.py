@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.runtime.optim.advice import advice
@@ -16,7 +16,7 @@ def announced(job: Job, minibatches: int, learners: str | None) -> Iterator[tupl
     optimizer learns what, if there are several.
     """
     late = _late_updates(job, minibatches)
-    yield "training", announcement(job, minibatches)
+    yield "training", _of_updates(job, minibatches, late)
     if learners is not None:
         yield "optimizer", learners
     advised = None if _is_divided(job) else advice(job.config, job.schedule, max(late))
@@ -30,10 +30,8 @@ def _is_divided(job: Job) -> bool:
     return any(each.mesh is not None or job.divides_updates(each.stage) for each in stages)
 
 
-def announcement(job: Job, minibatches: int) -> str:
-    """Returns a line on what a run is about to do, whose epochs have so many minibatches: updates,
-    examples of each, late gradients.
-    """
+def _of_updates(job: Job, minibatches: int, late: Sequence[int]) -> str:
+    """Returns a line on updates, the examples of each, and how late gradients are."""
     policy, config = job.policy, job.config
     stages = range(len(job.plan.replicas))
     sizes = [policy.round_size(stage) for stage in stages]
@@ -41,7 +39,6 @@ def announcement(job: Job, minibatches: int) -> str:
     updates = ", ".join(str(-(-minibatches // size)) for size in sizes)
     examples = ", ".join(str(size * config.batch_size) for size in sizes)
     counts = f"{updates} updates an epoch, each of {examples} examples"
-    late = _late_updates(job, minibatches)
     lateness = "no gradient is late"
     if any(late):
         lateness = f"gradients are up to {', '.join(map(str, late))} updates late"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, PlannedGraph, Predicted, Stage
+
+if TYPE_CHECKING:
+    from pipedream.capture.captured import Captured
 
 
 def make_plan(
@@ -55,3 +59,14 @@ def cut(graph: Graph, stages: int) -> list[list[str]]:
     order = list(graph.order)
     ends = [len(order) * (stage + 1) // stages for stage in range(stages)]
     return [order[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def chain_plan(captured: Captured, replicas: tuple[int, ...]) -> Plan:
+    """Of `small_models.Chain`: a stage for each of its layers a, b and c, or a and the others."""
+    letters = ["a", "b", "c"] if len(replicas) == 3 else ["a", "bc"]
+    pieces: list[list[str]] = [[] for _ in letters]
+    for node in captured.graph.order:
+        path = captured.module_paths[node] or "a"
+        (stage,) = (s for s, held in enumerate(letters) if path[0] in held)
+        pieces[stage].append(node)
+    return make_plan(captured.graph, pieces, replicas)

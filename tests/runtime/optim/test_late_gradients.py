@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import small_models
 import torch
-from plans import make_plan
+from plans import chain_plan
 from torch import Tensor, nn
 from training import losses, run_jobs, weights
 
@@ -155,13 +155,7 @@ def job_for(case: str, replicas: tuple[int, ...], dtype: str, run: Path, **chang
         dtype=dtype,  # type: ignore[arg-type]
     )
     captured = capture(small_models.Chain(), (torch.randn(4, 6),))
-    letters = ["a", "b", "c"] if len(replicas) == 3 else ["a", "bc"]
-    pieces: list[list[str]] = [[] for _ in letters]
-    for node in captured.graph.order:
-        path = captured.module_paths[node] or "a"
-        (stage,) = (s for s, held in enumerate(letters) if path[0] in held)
-        pieces[stage].append(node)
-    plan = make_plan(captured.graph, pieces, replicas)
+    plan = chain_plan(captured, replicas)
     return Job(plan, config, SUPPORT, run, **{"epochs": EPOCHS} | changes)
 
 
