@@ -6,8 +6,8 @@
 Trains a byte-level GPT on the text of Python's help topics (configs/topics_gpt.py), a block for
 each stage, by each method of `methods.py`, in one process as a pipeline would (`late_model.py`).
 For each number of stages and method the learning rate is found first: from the middle of the grid,
-which is the same for all, to the best of neighbours, with the first seed; then the other seeds
-train at that rate. So all have made as many updates from the same samples, and what differs is how
+which is the same for all, or from the best rate with fewer stages, to the best of neighbours, with
+the first seed; then the other seeds train at that rate. So all have made as many updates from the same samples, and what differs is how
 late the gradients came, and what was done about it.
 
 Runs that are there already are not made again. Writes learning.csv and learning.svg to the folder,
@@ -82,23 +82,26 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """One method at one number of stages."""
+    """One method at one number of stages. `fewer`: the same with fewer stages."""
 
     folder: Path
     method: str
     stages: int
     seeds: int
     epochs: int
+    fewer: Study | None
 
     def run(self, places: tuple[int, ...], seed: int) -> Run:
         rates = tuple(GRID[each] for each in places)
         return Run(self.folder, self.method, self.stages, rates, seed, self.epochs)
 
     def tuned(self) -> tuple[int, ...]:
-        """Returns the places in the grid of the best learning rates: uphill from the middle, as
-        long as a neighbour is better; down, where nothing learns.
+        """Returns the places in the grid of the best learning rates: uphill from the middle, or
+        from the best with fewer stages, as long as a neighbour is better; down, where nothing
+        learns.
         """
-        best = (MIDDLE,) * METHODS[self.method].groups
+        middle = (MIDDLE,) * METHODS[self.method].groups
+        best = middle if self.fewer is None else self.fewer.tuned()
         while True:
             near = [best, *neighbours(best)]
             found = min(near, key=lambda each: (self.run(each, 0).loss(), sum(each)))
@@ -147,11 +150,14 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     asked.output.mkdir(parents=True, exist_ok=True)
-    studies = [
-        Study(asked.output, method, int(stages), asked.seeds, asked.epochs)
-        for stages in asked.stages.split(",")
-        for method in (asked.methods or METHODS)
-    ]
+    studies: list[Study] = []
+    last: dict[str, Study] = {}
+    for stages in sorted(map(int, asked.stages.split(","))):
+        for method in asked.methods or METHODS:
+            fewer = last.get(method)
+            study = Study(asked.output, method, stages, asked.seeds, asked.epochs, fewer)
+            studies.append(study)
+            last[method] = study
     with multiprocessing.get_context("spawn").Pool(asked.workers, initializer=_prepare) as pool:
         table = pd.DataFrame(row for rows in shown(pool.imap(rows_of, studies)) for row in rows)
     table = against_plain(table)
