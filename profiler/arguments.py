@@ -84,8 +84,8 @@ GROUPS = {
         option(
             "--shards N,N,...",
             "Time what one of so many devices has of each operator, where they divide it among"
-            " them: 2,4,8; with none they are taken to divide evenly.  [default: 2, of those that"
-            " take most of the time]",
+            " them: 2,4,8; or what each has in a plan.json, to plan anew from; with none operators"
+            " are taken to divide evenly.  [default: 2, of those that take most of the time]",
         ),
         option(
             "--warmup N",

@@ -14,8 +14,10 @@ import torch
 
 from pipedream.capture.captured import Captured, Value, leaves_node
 from pipedream.comm.device.names import device_name
+from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.placements.operators import OperatorProfile
+from pipedream.graph.plan import Plan
 from pipedream.graph.profile import (
     Estimated,
     Footprint,
@@ -30,6 +32,7 @@ from pipedream.graph.profile import (
 )
 from pipedream.graph.run_config import BasisRotationConfig
 from pipedream.profiler.timing.backward_split import BackwardSplit
+from pipedream.profiler.timing.local_operators import Shards
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.profiler.timing.times import Times
 from pipedream.profiler.timing.training_overheads import UpdateCost
@@ -44,11 +47,10 @@ class Settings:
     """The settings of a measurement; `model` is its source, `args` the arguments of its factory.
 
     `meta`: the model has no memory, and only one node at a time gets some. `workers`: the processes
-    that run the model at the same time, including this one. `shards`: the numbers of devices for
-    which local operators are timed; None for two, of the operators that take most.
-    `backend`: torch.compile's, for models whose stages will be compiled, after BY_GROUPS if by
-    groups; `auto` for inductor, whichever way is fastest. `sequence`: the tokens of an example, if
-    they were asked for.
+    that run the model at the same time, including this one. `shards`: the parts of operators that
+    are timed. `backend`: torch.compile's, for models whose stages will be compiled, after BY_GROUPS
+    if by groups; `auto` for inductor, whichever way is fastest. `sequence`: the tokens of an
+    example, if they were asked for.
     """
 
     model: str
@@ -59,9 +61,18 @@ class Settings:
     threads: int
     meta: bool = False
     workers: int = 1
-    shards: tuple[int, ...] | None = None
+    shards: Shards = None
     backend: str | None = None
     sequence: int | None = None
+
+    def check(self, graph: Graph) -> None:
+        """Raises UserError if the plan of --shards is of another graph."""
+        planned = self.shards
+        if isinstance(planned, Plan) and planned.graph.fingerprint != graph.fingerprint:
+            raise UserError(
+                "--shards: the plan is of another model, or of another torch: plan this one's"
+                " graph.txt"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pipedream.graph.errors import UserError
 
 if TYPE_CHECKING:
     from pipedream.capture.sources.load import Loaded
+    from pipedream.profiler.timing.local_operators import Shards
 
 BATCH_SIZE = 32
 """Examples of a minibatch, where nobody says how many."""
@@ -100,14 +101,20 @@ def parse_sequences(text: str) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def parse_shards(text: str) -> tuple[int, ...]:
-    """Reads `2,4,8`, or `none`. Raises UserError."""
+def parse_shards(text: str) -> Shards:
+    """Reads `2,4,8`, `none`, or the plan.json that is named. Raises UserError."""
     if text == "none":
         return ()
+    if text.endswith(".json"):
+        from pipedream.graph.plan import read_plan
+
+        return read_plan(Path(text))
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"--shards {text}: give numbers of devices, as 2,4,8, or none") from None
+        raise UserError(
+            f"--shards {text}: give numbers of devices, as 2,4,8, a plan.json, or none"
+        ) from None
     if min(counts) < 2:
         raise UserError(f"--shards {text}: {min(counts)} is no division: give 2 or more")
     return tuple(sorted(set(counts)))

@@ -69,6 +69,7 @@ def measure(
     captured = (capture_fake if settings.meta else capture)(
         loaded.model, loaded.args, loaded.kwargs, precision=precision
     )
+    settings.check(captured.graph)
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
     if is_contending_process():
         keep_freed_memory()

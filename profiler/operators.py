@@ -19,7 +19,7 @@ from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import Operator, OperatorProfile, TimedOperator
 from pipedream.profiler.discovery.known import discover
 from pipedream.profiler.discovery.separate import Outcome
-from pipedream.profiler.timing.local_operators import time_local_operators
+from pipedream.profiler.timing.local_operators import Shards, time_local_operators
 from pipedream.profiler.timing.operator_times import operator_seconds, time_alone, touched_bytes
 from pipedream.sharding.rules import RULES
 
@@ -81,11 +81,10 @@ def profile_operators(
     graph: Graph,
     loss: LossEnd | None = None,
     target: Target | None = None,
-    shards: Sequence[int] | None = None,
+    shards: Shards = None,
 ) -> OperatorProfile:
-    """Traces the passes and divides the times of the nodes of `graph` among the operators.
-    `shards`: numbers of devices for which the operators that one of them would have are timed, too;
-    None for two, of the operators that take most. Other arguments: see `trace`.
+    """Traces the passes and divides the times of the nodes of `graph` among the operators. Other
+    arguments: see `trace`.
 
     Raises CannotDivide, with one line, if the passes cannot be had as one graph.
     """
@@ -94,7 +93,9 @@ def profile_operators(
         traced = trace(captured, inputs, device, precision, loss, target)
         seconds = operator_seconds(traced.attributed, graph, device)
         alone = partial(time_alone, device=device, between=touched_bytes(traced.attributed.graph))
-        local_seconds = time_local_operators(traced.attributed.graph, seconds, shards, alone)
+        local_seconds = time_local_operators(
+            traced.attributed.graph, traced.attributed.nodes, seconds, shards, alone
+        )
     except Exception as error:
         raise CannotDivide(in_one_line(error)) from error
     return traced.profile(batch_size, captured.graph.fingerprint, seconds, local_seconds)

@@ -38,9 +38,7 @@ class LocalTimes:
         """
         whole = self.seconds.get(operator) if self.seconds else None
         if whole:
-            local = operator
-            for strategy, devices in zip(strategies, mesh, strict=False):
-                local = local_operator(local, strategy, devices, 0)
+            local = first_part(operator, strategies, mesh)
             if local == operator:  # as where a device has but terms of a sum
                 return 1.0
             own = self.seconds.get(local)
@@ -48,6 +46,11 @@ class LocalTimes:
                 return own / whole
             return self._as_halves(operator, strategies, mesh)
         return largest_share(operator, strategies, mesh)
+
+    def is_timed(self, operator: Operator, strategies: Sequence[Strategy], mesh: Mesh) -> bool:
+        """Tells whether the share is measured: whole and part were timed, or are the same."""
+        part = first_part(operator, strategies, mesh)
+        return part == operator or {operator, part} <= self.seconds.keys()
 
     def _as_halves(self, operator: Operator, strategies: Sequence[Strategy], mesh: Mesh) -> float:
         """Returns the share of what was not timed, after what was of its halves along each axis."""
@@ -68,6 +71,15 @@ class LocalTimes:
                 part = taken, largest_share(operator, (strategy,), (2,))
             self._halves[key] = part
         return self._halves[key]
+
+
+def first_part(operator: Operator, strategies: Sequence[Strategy], mesh: Mesh) -> Operator:
+    """Returns what the first device, which has the largest parts, has of the operator.
+    `strategies`: as in `LocalTimes.share`.
+    """
+    for strategy, devices in zip(strategies, mesh, strict=False):
+        operator = local_operator(operator, strategy, devices, 0)
+    return operator
 
 
 def largest_share(operator: Operator, strategies: Sequence[Strategy], mesh: Mesh) -> float:

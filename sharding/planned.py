@@ -80,6 +80,21 @@ def planned_calls(
     return planned
 
 
+def planned_strategies(
+    texts: Sequence[NodeStrategies], graph: OperatorGraph, nodes: Mapping[str, str], mesh: Mesh
+) -> dict[str, tuple[Strategy, ...]]:
+    """Returns how the calls of a graph are divided, by name: those of which the plan says it and
+    that can be divided so.
+    """
+    planned, chosen = planned_calls(texts, graph, nodes, len(mesh)), {}
+    for call in graph.calls:
+        if call.name in planned:
+            followed = follow(call.operator, planned[call.name].placements, mesh)
+            if followed is not None:
+                chosen[call.name] = followed
+    return chosen
+
+
 def _matched(lines: Sequence[str], calls: Sequence[str]) -> list[tuple[int, int]]:
     """Returns the places of what both have, in the order of both."""
     matcher = SequenceMatcher(None, lines, calls, autojunk=False)

@@ -41,6 +41,9 @@ from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.optimizer.sharding.table import heaviest_table, sharding_table, traffic_table
 from pipedream.optimizer.simulate.simulation import Simulation
 
+_MUCH_UNTIMED = 0.1
+"""Of a device's work in parts of operators: if so much was not timed, the report says it."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -161,11 +164,17 @@ def _print_heaviest(task: Task, sharding: ModelSharding, plan: Plan, console: Co
     nodes = {node for stage in stages for node in stage.nodes}
     mesh = " x ".join(map(str, sharding.mesh))
     print_line(console, f"Mesh {mesh}: {axis_words(sharding, task.profile, nodes)}.")
-    if not sharding.profile.local_seconds:
+    untimed = sharding.untimed_share(nodes)
+    if untimed > _MUCH_UNTIMED:
+        known = (
+            "follows from their halves"
+            if sharding.profile.local_seconds
+            else "is taken to divide evenly"
+        )
         print_line(
             console,
-            "Nobody timed parts of operators, which are taken to divide evenly and may take longer:"
-            f" pd-profile --shards {','.join(map(str, sorted(set(sharding.mesh))))} times them.",
+            f"{untimed:.0%} of a device's work there are parts of operators that were not timed:"
+            f" what they take {known}. pd-profile --shards plan.json, with this plan, times them.",
         )
 
 

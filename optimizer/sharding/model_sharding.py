@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -166,6 +166,18 @@ class ModelSharding:
         """The part of an operator's seconds that the slowest device takes."""
         strategies = self.assignment.strategies[call.name]
         return self.local_times.share(call.operator, strategies, self.mesh)
+
+    def untimed_share(self, nodes: Collection[str]) -> float:
+        """What part of the seconds that a device computes of these nodes is of parts of operators
+        that were not timed.
+        """
+        seconds = {True: 0.0, False: 0.0}
+        for call in self.assignment.graph.calls:
+            if self.profile.nodes[call.name] in nodes:
+                chosen = self.assignment.strategies[call.name]
+                timed = self.local_times.is_timed(call.operator, chosen, self.mesh)
+                seconds[timed] += self.profile.seconds.get(call.name, 0.0) * self.work_share(call)
+        return seconds[False] / (sum(seconds.values()) or 1.0)
 
 
 def flops_per_second(profile: OperatorProfile) -> float | None:

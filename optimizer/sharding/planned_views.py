@@ -21,7 +21,7 @@ from pipedream.optimizer.sharding.model_sharding import ModelSharding, rate_on, 
 from pipedream.optimizer.sharding.team_graph import work_shares
 from pipedream.optimizer.sharding.views import Views, of_teams
 from pipedream.sharding.assignment import Assignment, LinkedMesh
-from pipedream.sharding.planned import follow, planned_calls
+from pipedream.sharding.planned import planned_strategies
 from pipedream.sharding.propagate import propagate
 
 _MOST_SLACK = 16
@@ -90,17 +90,11 @@ def _assignment(plan: Plan, mesh: Mesh, operators: OperatorProfile) -> Assignmen
     placed = [stage.placements for stage in stages if stage.placements is not None]
     graph, axes = operators.graph, len(mesh)
     texts = [each for own in placed for each in own.operators]
-    planned = planned_calls(texts, graph, operators.nodes, axes)
-    chosen = {
-        call.name: follow(call.operator, planned[call.name].placements, mesh)
-        for call in graph.calls
-        if call.name in planned
-    }
+    decided = planned_strategies(texts, graph, operators.nodes, mesh)
     parameters: dict[str, Placements] = {}
     for own in placed:
         parameters |= own.requests(axes).parameters
     linked = LinkedMesh.of(mesh, stages[0].teams[0].ranks, plan.cluster)
     seconds = estimated_seconds(graph, rate_on(operators, plan.cluster))
-    decided = {name: own for name, own in chosen.items() if own is not None}
     requests = Requests(parameters, whole_ends(operators, axes))
     return propagate(graph, linked, requests, seconds, decided)

@@ -71,6 +71,7 @@ def _estimate(
     progress("capturing")
     # Whoever trains the model captures it again, and sees then whether each call is as the last.
     captured = capture_fake(loaded.model, loaded.args, loaded.kwargs, precision, again=False)
+    settings.check(captured.graph)
     progress("tracing")
     ending = ending_of(loaded, captured)
     try:
@@ -101,7 +102,7 @@ def _estimate(
         estimated=_estimated(roofline, attributed.graph),
     )
     local_seconds = time_local_operators(
-        attributed.graph, calls, settings.shards, partial(_alone, roofline)
+        *(attributed.graph, attributed.nodes, calls, settings.shards), partial(_alone, roofline)
     )
     operators = traced.profile(
         settings.batch_size, captured.graph.fingerprint, calls, local_seconds

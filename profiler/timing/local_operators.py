@@ -7,11 +7,20 @@ planner takes ratios (`sharding.local_times`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pipedream.graph.placements.operators import Operator, OperatorGraph, TimedOperator
 from pipedream.graph.placements.placement import Mesh
+from pipedream.graph.plan import Plan
+from pipedream.sharding.local_times import first_part
+from pipedream.sharding.planned import planned_strategies
 from pipedream.sharding.rules import local_operator, strategies
+
+Shards = tuple[int, ...] | Plan | None
+"""Numbers of devices whose parts of operators are timed, in each way to divide one; a plan: those
+of its stages, and what None stands for: halves of the operators that take most, as any mesh may
+have them.
+"""
 
 _WORTH, _LIKELY = 0.99, 0.9
 """Of the seconds of all operators: those that make up so much are timed; where nobody asked."""
@@ -21,32 +30,49 @@ _SECONDS = 0.1
 
 def time_local_operators(
     graph: OperatorGraph,
+    nodes: Mapping[str, str],
     seconds: Mapping[str, float],
-    shards: Sequence[int] | None,
+    shards: Shards,
     alone: Callable[..., Mapping[Operator, float | None]],
 ) -> tuple[TimedOperator, ...]:
     """Returns the seconds of whole and of local operators, for so many devices.
 
-    `seconds`: of the calls of the graph, by name. `shards`: None for halves of those that take
-    most, as any mesh may have them. `alone`: gives the seconds of operators, `enough` of them for
-    each; None for one that cannot be run by itself, which is left out.
+    `nodes`, `seconds`: of the calls of the graph, by name. `alone`: gives the seconds of operators,
+    `enough` of them for each; None for one that cannot be run by itself, which is left out.
     """
-    worth = _LIKELY if shards is None else _WORTH
-    counts = (2,) if shards is None else shards
     of_operator: dict[Operator, float] = defaultdict(float)
     for call in graph.calls:
         of_operator[call.operator] += seconds.get(call.name, 0.0)
+    if isinstance(shards, tuple):
+        parts = _all_parts(worth_most(of_operator, _WORTH), shards)
+    else:
+        parts = _all_parts(worth_most(of_operator, _LIKELY), (2,))
+    if isinstance(shards, Plan):
+        worth = set(worth_most(of_operator, _WORTH))
+        for operator, part in planned_parts(shards, graph, nodes):
+            if operator in worth:
+                parts[operator][part] = None
     wanted: dict[Operator, None] = {}
-    for operator in _worth_it(of_operator, worth):
-        locals_ = [each for mesh in meshes(counts) for each in local_operators(operator, mesh)]
-        if divided := dict.fromkeys(each for each in locals_ if each != operator):
-            wanted |= {operator: None, **divided}
+    for operator, own in parts.items():
+        if own.keys() - {operator}:
+            wanted |= {operator: None, **own}
     timed = alone(wanted, enough=_SECONDS)
     return tuple(
-        TimedOperator(operator=operator, seconds=own)
+        TimedOperator(operator=operator, seconds=taken)
         for operator in wanted
-        if (own := timed[operator]) is not None
+        if (taken := timed[operator]) is not None
     )
+
+
+def _all_parts(
+    operators: Iterable[Operator], shards: Sequence[int]
+) -> dict[Operator, dict[Operator, None]]:
+    """Returns what the first of so many devices can have of each, in each way to divide it."""
+    parts: dict[Operator, dict[Operator, None]] = defaultdict(dict)
+    for operator in operators:
+        for mesh in meshes(shards):
+            parts[operator] |= dict.fromkeys(local_operators(operator, mesh))
+    return parts
 
 
 def meshes(shards: Sequence[int]) -> list[Mesh]:
@@ -65,7 +91,20 @@ def local_operators(operator: Operator, mesh: Mesh) -> Iterator[Operator]:
         yield from local_operators(local_operator(operator, strategy, mesh[0], 0), mesh[1:])
 
 
-def _worth_it(seconds: Mapping[Operator, float], worth: float) -> Iterator[Operator]:
+def planned_parts(
+    plan: Plan, graph: OperatorGraph, nodes: Mapping[str, str]
+) -> Iterator[tuple[Operator, Operator]]:
+    """Yields the operators that the plan divides, each with what the first device has of it."""
+    operators = {call.name: call.operator for call in graph.calls}
+    for stage in plan.stages:
+        if stage.mesh is None or stage.placements is None:
+            continue
+        chosen = planned_strategies(stage.placements.operators, graph, nodes, stage.mesh)
+        for name, strategies_ in chosen.items():
+            yield operators[name], first_part(operators[name], strategies_, stage.mesh)
+
+
+def worth_most(seconds: Mapping[Operator, float], worth: float) -> Iterator[Operator]:
     """Yields the operators that take longest, until they make up this part of all."""
     enough, so_far = worth * sum(seconds.values()), 0.0
     for operator in sorted(seconds, key=lambda each: -seconds[each]):

@@ -65,6 +65,7 @@ def test_measured_ratios_count_where_both_are_known() -> None:
     assert known.share(whole, (ROWS,), (2,)) == 0.75
     assert known.share(whole, (COLUMNS,), (2,)) == 0.05
     assert known.share(whole, (INNER,), (2,)) == 0.5, "not timed"
+    assert not known.is_timed(whole, (INNER,), (2,))
     assert known.share(whole, (INNER,), (4,)) == 0.25, "nor is its half"
     assert known.share(whole, (TERMS,), (2,)) == 1.0, "what all devices do takes what it takes"
     assert times((half, 1.5)).share(whole, (ROWS,), (2,)) == 0.5, "of the whole nothing is known"

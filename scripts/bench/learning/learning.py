@@ -7,8 +7,8 @@ Trains a byte-level GPT on the text of Python's help topics (configs/topics_gpt.
 each stage, by each method of `methods.py`, in one process as a pipeline would (`late_model.py`).
 For each number of stages and method the learning rate is found first: from the middle of the grid,
 which is the same for all, or from the best rate with fewer stages, to the best of neighbours, with
-the first seed; then the other seeds train at that rate. So all have made as many updates from the same samples, and what differs is how
-late the gradients came, and what was done about it.
+the first seed; then the other seeds train at that rate. So all have made as many updates from the
+same samples, and what differs is how late the gradients came, and what was done about it.
 
 Runs that are there already are not made again. Writes learning.csv and learning.svg to the folder,
 and prints a table: the held-out loss over that of the same optimizer whose gradients are not late,

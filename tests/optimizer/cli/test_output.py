@@ -13,9 +13,12 @@ import pytest
 from commands import typed
 
 from pipedream.graph.model import read_graph
-from pipedream.graph.plan import Plan, read_plan
+from pipedream.graph.placements.operators import read_operators
+from pipedream.graph.plan import Plan, read_plan, write_plan
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.report.tables import show_meshes
+from pipedream.sharding.local_times import LocalTimes
+from pipedream.sharding.planned import planned_strategies
 
 OPTIONS = ("--machines", "4", "--bandwidth", "1TB", "--schedule", "flush", "--microbatches", "2")
 
@@ -130,4 +133,30 @@ def test_the_report_has_the_same_stages_without_meshes(perceptron: Path) -> None
     seconds = show_seconds(simulated(other))
     assert f"a replica on each device: {seconds} per minibatch" in line
     assert "Mesh 2: axis 0 of 2: " in said
-    assert "pd-profile --shards 2 times them" in said
+    assert "is taken to divide evenly. pd-profile --shards plan.json" in said
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_plan_are_timed(perceptron: Path) -> None:
+    """What a device has of each operator, so that nothing of the plan is guessed any more."""
+    plan, said = planned(perceptron, "guessed", "--mesh", "4")
+    assert "parts of operators that were not timed" in said
+    before = read_operators(perceptron / "operators.json")
+    words = ["pd-profile", "run.yaml", "-o", "timed", "--repeats", "2", "--shards"]
+    done = typed(perceptron, [*words, "guessed/plan.json"])
+    assert done.code == 0, done.error
+    operators = read_operators(perceptron / "timed/operators.json")
+    (stage,) = plan.stages
+    assert stage.placements is not None
+    of_plan = planned_strategies(stage.placements.operators, operators.graph, operators.nodes, (4,))
+    assert of_plan.keys() == {call.name for call in operators.graph.calls}
+    products = [c for c in operators.graph.calls if c.operator.family in ("aten.mm", "aten.addmm")]
+    times, guessed = (LocalTimes.of(each.local_seconds) for each in (operators, before))
+    for product in products:
+        assert times.is_timed(product.operator, of_plan[product.name], (4,))
+    assert not all(guessed.is_timed(c.operator, of_plan[c.name], (4,)) for c in products)
+    other = plan.graph.model_copy(update={"fingerprint": "0" * 16})
+    write_plan(plan.model_copy(update={"graph": other}), perceptron / "other.json")
+    done = typed(perceptron, [*words, "other.json"])
+    assert done.code == 2
+    assert "--shards: the plan is of another model" in done.error

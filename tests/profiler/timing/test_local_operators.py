@@ -102,7 +102,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[Operator]:
 def found(
     graph: OperatorGraph, seconds: Mapping[str, float], *shards: int
 ) -> dict[Operator, float]:
-    timed = time_local_operators(graph, seconds, shards, partial(time_alone, device=CPU))
+    alone = partial(time_alone, device=CPU)
+    timed = time_local_operators(graph, {}, seconds, shards, alone)
     assert len({each.operator for each in timed}) == len(timed)
     return {each.operator: each.seconds for each in timed}
 
