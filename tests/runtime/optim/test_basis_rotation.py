@@ -335,8 +335,10 @@ def serial_loop(serial: ModuleType, job: Job) -> Any:
     )
     delays = {
         ((1, 1, 1), "weight-stashing"): (2, 1, 0),
+        ((1, 1, 1), "vertical-sync"): (2, 2, 2),
         ((1, 1, 1), "2bw"): (1, 1, 1),
         ((3, 2), "weight-stashing"): (2, 0),
+        ((3, 2), "vertical-sync"): (2, 4),
         ((3, 2), "2bw"): (1, 1),
         ((2, 1), "weight-stashing"): (1, 0),
     }[job.plan.replicas, job.schedule]
@@ -357,7 +359,8 @@ def assert_equal(job: Job, losses_of: list[float], ends: dict[str, Tensor], case
 def test_a_run_is_that_of_the_serial_reference(
     replicas: tuple[int, ...], serial: ModuleType, tmp_path: Path
 ) -> None:
-    runs = [("rotated", "weight-stashing"), ("all", "weight-stashing"), ("rotated", "2bw")]
+    schedules = ("weight-stashing", "2bw", "vertical-sync")
+    runs = [("all", "weight-stashing"), *(("rotated", each) for each in schedules)]
     jobs = {
         (case, schedule): job_for(
             case, replicas, tmp_path / f"{case}-{schedule}", schedule=schedule
