@@ -338,7 +338,7 @@ def serial_loop(serial: ModuleType, job: Job) -> Any:
         ((1, 1, 1), "vertical-sync"): (2, 2, 2),
         ((1, 1, 1), "2bw"): (1, 1, 1),
         ((3, 2), "weight-stashing"): (2, 0),
-        ((3, 2), "vertical-sync"): (2, 4),
+        ((3, 2), "vertical-sync"): (2, 3),
         ((3, 2), "2bw"): (1, 1),
         ((2, 1), "weight-stashing"): (1, 0),
     }[job.plan.replicas, job.schedule]
