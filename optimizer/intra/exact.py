@@ -25,7 +25,7 @@ import numpy as np
 from pipedream.optimizer.intra.elimination import eliminate
 from pipedream.optimizer.intra.integer import column_count, integer_program
 from pipedream.optimizer.intra.messages import Messages
-from pipedream.optimizer.intra.problem import Ints, Problem
+from pipedream.optimizer.intra.problem import Floats, Ints, Problem
 from pipedream.optimizer.intra.ties import tie
 
 TIE = 1e-9
@@ -51,7 +51,10 @@ _NOTHING_AGAINST = 1e-6
 _SETTLED = 2e-4
 """Relative gain of the bound below which that is worth it."""
 
-_STALLED = 1e-9
+_FEWER = 0.95
+"""Elimination is tried again once this part of the labels that were too many is left."""
+
+_STALLED = 1e-12
 """Relative gain of the bound below which more sweeps are not worth it."""
 
 _FEW_COLUMNS = 20_000
@@ -184,7 +187,7 @@ class _Search:
     def _finish(self, messages: Messages) -> None:
         """Leaves to an integer program what the bound does not rule out, if that is little."""
         discount = messages.price * (self.problem.limit or 0.0)
-        alive = _alive(messages, self.seconds * (1 + TIE) + discount)
+        alive = _alive(self.problem, messages.least(), self.seconds * (1 + TIE) + discount)
         left = self.problem.restricted(alive)
         remaining = self.until - monotonic()
         if column_count(left) <= _FEW_COLUMNS and remaining > 0:
@@ -202,6 +205,8 @@ class _Priced:
     messages: Messages
     seconds: float = inf
     bound: float = -inf
+    too_many: float = inf
+    """So many labels were too many for elimination."""
 
     def __post_init__(self) -> None:
         if self.price == 0.0 and self.search.problem.limit is None:
@@ -222,15 +227,20 @@ class _Priced:
         self._try(self.messages.labels())
         if self.is_within(close) or self.bound - before > _SETTLED * abs(before):
             return
-        self._eliminate(self.bound * (1 + _NOTHING_AGAINST))
-        if not self.is_within(close) and self._eliminate(self.seconds):
+        least = self.messages.least()
+        self._eliminate(least, self.bound * (1 + _NOTHING_AGAINST))
+        if not self.is_within(close) and self._eliminate(least, self.seconds):
             self._raise(self.seconds)
 
-    def _eliminate(self, most: float) -> bool:
+    def _eliminate(self, least: Floats, most: float) -> bool:
         """Finds the best among labels whose bound is at most this; returns whether it could."""
-        alive = _alive(self.messages, most * (1 + TIE))
+        alive = _alive(self.messages.problem, least, most * (1 + TIE))
+        count = sum(map(len, alive))
+        if count > _FEWER * self.too_many:
+            return False
         labels = eliminate(self.search.problem.restricted(alive), self.price)
         if labels is None:
+            self.too_many = count
             return False
         self._try(_original(alive, labels))
         return True
@@ -243,12 +253,12 @@ class _Priced:
         self.search.raise_bound(bound, self.price)
 
 
-def _alive(messages: Messages, most: float) -> list[Ints]:
+def _alive(problem: Problem, least: Floats, most: float) -> list[Ints]:
     """The labels of each variable whose bound is at most so many priced seconds, but at least that
-    of the lowest.
+    of the lowest. `least`: as `Messages.least` gives it.
     """
-    ends = np.cumsum([len(own) for own in messages.problem.seconds])[:-1]
-    return [np.flatnonzero(own <= max(most, own.min())) for own in np.split(messages.least(), ends)]
+    ends = np.cumsum([len(own) for own in problem.seconds])[:-1]
+    return [np.flatnonzero(own <= max(most, own.min())) for own in np.split(least, ends)]
 
 
 def _original(alive: Sequence[Ints], labels: Ints) -> Ints:

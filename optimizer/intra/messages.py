@@ -8,12 +8,17 @@ between variables and factors and change no sum, so at any time
     bound = sum over variables of min unary + sum over factors of min factor
 
 is a lower bound.
+
+Alone, such messages may take thousands of sweeps to tell one end of a model of many equal layers
+what they found at the other. So each sweep begins where the changes of the last ones lead to:
+Nesterov's momentum (1983), which begins anew wherever the bound falls (O'Donoghue and Candes,
+"Adaptive Restart for Accelerated Gradient Schemes", 2015). No sum is changed by that either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +40,37 @@ _ALL = 1e6
 
 
 @dataclass(eq=False)
+class Momentum:
+    """Where messages stood after the last sweep and after the one before, `steps` sweeps after it
+    began anew. Sweep k + 1 begins at
+
+        messages(k) + (k - 1) / (k + 2) (messages(k) - messages(k - 1)).
+    """
+
+    steps: int = 0
+    bound: float = -np.inf
+    last: tuple[Floats, Floats] | None = None
+    before: tuple[Floats, Floats] | None = None
+
+    def begin(self, messages: Messages) -> None:
+        if self.last is not None and self.before is not None:
+            part = (self.steps - 1) / (self.steps + 2)
+            now = messages.unary, messages.messages
+            for tensor, last, before in zip(now, self.last, self.before, strict=True):
+                tensor += part * (last - before)
+
+    def end(self, messages: Messages) -> None:
+        """Takes a sweep back that led too far."""
+        bound = messages.bound()
+        if bound < self.bound and self.last is not None and self.before is not None:
+            messages.unary[:], messages.messages[:] = self.last
+            self.steps, self.before = 0, None
+            return
+        self.steps, self.bound = self.steps + 1, bound
+        self.before, self.last = self.last, (messages.unary.copy(), messages.messages.copy())
+
+
+@dataclass(eq=False)
 class Messages:
     """The messages of a problem in which a byte costs `price` seconds."""
 
@@ -50,16 +86,19 @@ class Messages:
     price: float
     first_factor: Sequence[int]
     """Of each value; the next one's at the end."""
+    momentum: Momentum = field(default_factory=Momentum)
 
     @staticmethod
     def of(problem: Problem, price: float = 0.0) -> Messages:
         return _Builder(problem, price).build()
 
     def sweep(self, count: int) -> None:
-        """Passes messages forward and backward so many times."""
+        """Passes messages forward and backward so many times. The bound never falls."""
         for _ in range(count):
+            self.momentum.begin(self)
             passing.sweep(True, *self._state)
             passing.sweep(False, *self._state)
+            self.momentum.end(self)
 
     def bound(self) -> float:
         """Seconds that no labels take less than, counting bytes by their price."""
@@ -89,6 +128,7 @@ class Messages:
         usable = self.slots.usable == 1
         self.messages[usable] = before.messages[usable] * (before.unit / self.unit)
         passing.apply(self.variables, self.slots, self.unary, self.messages)
+        self.momentum = Momentum()
 
     def continue_from_joined(self, joined: Joined, before: Messages) -> None:
         """Begins with the messages of a problem in which variables are joined, at the same price:
@@ -109,6 +149,7 @@ class Messages:
                 share = 1 / merged.readers.count(place) / count
                 self._set(own, ratio * share * before._known(its_ends[place]))
         passing.apply(self.variables, self.slots, self.unary, self.messages)
+        self.momentum = Momentum()
 
     def _ends(self, value: int) -> tuple[list[slice], list[slice]]:
         """Where messages of a value are: of its source in each factor, and of its readers."""
