@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -49,7 +51,7 @@ def test_sixty_sweeps_reach_from_end_to_end(seed: int) -> None:
         bounds.append(messages.bound())
         passing.sweep(True, *plain._state)
         passing.sweep(False, *plain._state)
-    assert bounds == sorted(bounds)
+    assert all(later >= one * (1 - 1e-12) for one, later in pairwise(bounds))
     assert bounds[-1] == pytest.approx(least, rel=1e-9)
     assert bounds[-1] <= least * (1 + 1e-9)
     assert plain.bound() < 0.99 * least
