@@ -1,0 +1,101 @@
+"""Attention that is given the mask of causal attention is told instead that it is causal.
+
+Models of transformers do so themselves where nobody exports them: with a mask all scores are
+computed, twice the work, and kernels that could leave it out cannot be used. Exported, they compute
+the mask in each pass, from positions alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(("query", "key", "value", "attn_mask")),
+    "dropout_p": 0.0,
+    "is_causal": False,
+}
+"""By place, with their defaults."""
+
+_MOST = 1 << 29
+"""Bytes of a value that is computed to see what a mask is."""
+
+
+def make_causal(module: fx.GraphModule, fixed: Collection[fx.Node]) -> None:
+    """Rewrites attention in place, and leaves out what only its masks were computed for. `fixed`:
+    operators that give the same in each pass. Masks that depend on a buffer stay: a checkpoint may
+    have another one.
+    """
+    causal: dict[fx.Node, bool] = {}
+    behind: set[fx.Node] = set()
+    for node in module.graph.find_nodes(op="call_function", target=_ATTENTION):
+        given = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+        mask = given.get("attn_mask")
+        if not isinstance(mask, fx.Node) or mask not in fixed:
+            continue
+        if mask not in causal:
+            values = _computed(mask, fixed)
+            value = values[mask]
+            causal[mask] = value is not None and is_causal(value)
+            behind.update(values)
+        if causal[mask]:
+            given |= {"attn_mask": None, "is_causal": True}
+            node.args = tuple(given.pop(name, each) for name, each in _ARGUMENTS.items())
+            node.kwargs = given
+    for node in reversed(module.graph.nodes):
+        if node in behind and not node.users:
+            module.graph.erase_node(node)
+
+
+def is_causal(mask: Tensor) -> bool:
+    """Tells whether each position sees itself and those before it, and no other: by True, or by
+    0 where others have minus infinity, or the lowest number there is.
+    """
+    rows, columns = mask.shape[-2:] if mask.dim() > 1 else (0, 1)
+    if rows != columns:  # torch itself sees the first ones of the longer side
+        return False
+    seen = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype == torch.bool:
+        return bool((mask == seen).all())
+    lowest = torch.finfo(mask.dtype).min
+    return bool(((mask == 0) == seen).all() and ((mask <= lowest) != seen).all())
+
+
+def _computed(node: fx.Node, fixed: Collection[fx.Node]) -> dict[fx.Node, Tensor | None]:
+    """Returns what a fixed operator gives, and those behind it; None if that depends on a buffer,
+    or is too large.
+    """
+    values: dict[fx.Node, Tensor | None] = {}
+    wanted = [node]
+    while wanted:
+        last = wanted[-1]
+        missing = [each for each in last.all_input_nodes if each not in values]
+        if last not in fixed or _is_large(last):
+            values[last] = None
+        elif missing:
+            wanted += missing
+            continue
+        elif last not in values:
+            values[last] = _result(last, values)
+        wanted.pop()
+    return values
+
+
+def _result(node: fx.Node, values: Mapping[fx.Node, Tensor | None]) -> Tensor | None:
+    if any(values[each] is None for each in node.all_input_nodes):
+        return None
+    with unset_fake_temporarily(), torch.no_grad():
+        given: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        compute: Any = node.target
+        result: Tensor = compute(*given[0], **given[1])
+        return result
+
+
+def _is_large(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.nbytes > _MOST
