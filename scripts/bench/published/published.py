@@ -12,7 +12,6 @@ folder, and what is there is not made again; a step that takes longer than `--se
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -212,11 +211,8 @@ def _run(command: str, *arguments: object) -> None:
     program = Path(sys.executable).with_name(command)
     words = [str(each) for each in (program, *given, "-o", output)]
     assert isinstance(seconds, float)
-    paths = [str(RUNS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    options: dict[str, Any] = {"capture_output": True, "text": True, "env": environment}
     try:
-        done = subprocess.run(words, timeout=seconds, check=False, **options)
+        done = subprocess.run(words, timeout=seconds, check=False, capture_output=True, text=True)
     except subprocess.TimeoutExpired as error:
         raise _Failed(f"{command} took more than {seconds:.0f} s") from error
     if done.returncode:
