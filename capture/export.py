@@ -34,7 +34,7 @@ from pipedream.capture.errors.capture_errors import (
 from pipedream.capture.errors.user_code import check_call, place
 from pipedream.capture.fake_values import CannotRun, fake_values, run_fake
 from pipedream.capture.grouping import OperatorGroup, constants, group_by_module
-from pipedream.capture.rewrites.causal import make_causal
+from pipedream.capture.rewrites.constant_masks import leave_out_masks
 from pipedream.capture.rewrites.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.rewrites.no_grad import inference_as_no_grad
 from pipedream.capture.rewrites.recording import Recording
@@ -97,7 +97,7 @@ def _capture(
     _check_state(module, model)
     make_functional(module)
     make_dense(module)
-    make_causal(module, constants(module))
+    leave_out_masks(module, constants(module))
     (end,) = module.graph.find_nodes(op="output")
     outputs = tuple(value.name for value in end.args[0])
     fixed = constants(module)

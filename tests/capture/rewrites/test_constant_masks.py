@@ -1,4 +1,4 @@
-"""Attention with a mask that says what is_causal says, and with others."""
+"""Attention with masks that hide nothing, that say what is_causal says, and with others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pipedream.capture.captured import Captured, flatten_inputs
 from pipedream.capture.export import capture
-from pipedream.capture.rewrites.causal import is_causal
+from pipedream.capture.rewrites.constant_masks import in_place_of
 from pipedream.capture.sources.load import load
 
 LENGTH = 7
@@ -34,8 +34,13 @@ CAUSAL: dict[str, Callable[[], Tensor]] = {
     "by positions": lambda: torch.arange(LENGTH)[None, :] <= torch.arange(LENGTH)[:, None],
 }
 
+HIDE_NOTHING: dict[str, Callable[[], Tensor]] = {
+    "bool": lambda: torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool),
+    "of keys": lambda: torch.ones(1, LENGTH, dtype=torch.bool),
+    "zeros": lambda: torch.zeros(LENGTH, LENGTH),
+}
+
 OTHERS: dict[str, Callable[[], Tensor]] = {
-    "all": lambda: torch.ones(LENGTH, LENGTH, dtype=torch.bool),
     "window": lambda: causal() & ~causal().tril(-3),
     "without itself": lambda: causal().tril(-1) | torch.eye(LENGTH, dtype=torch.bool)[:1],
     "backward": lambda: causal().T,
@@ -113,6 +118,14 @@ def test_a_causal_mask_is_told(mask: Callable[[], Tensor]) -> None:
     assert_equal(captured, model, x)
 
 
+@pytest.mark.parametrize("mask", HIDE_NOTHING.values(), ids=HIDE_NOTHING)
+def test_a_mask_that_hides_nothing_is_left_out(mask: Callable[[], Tensor]) -> None:
+    model, x = Attention(mask), torch.randn(2, LENGTH, 8)
+    captured = capture(model, (x,))
+    assert attentions(captured) == [(False, False)]
+    assert_equal(captured, model, x)
+
+
 @pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
 def test_other_masks_stay(mask: Callable[[], Tensor]) -> None:
     model, x = Attention(mask), torch.randn(2, LENGTH, 8)
@@ -132,20 +145,21 @@ def test_masks_that_may_change_stay() -> None:
 
 
 def test_a_mask_of_more_keys_than_queries_is_another() -> None:
-    assert not is_causal(torch.ones(3, 5, dtype=torch.bool).tril())
-    assert is_causal(torch.ones(3, 3, dtype=torch.bool).tril())
+    assert in_place_of(torch.ones(3, 5, dtype=torch.bool).tril()) is None
+    assert in_place_of(torch.ones(3, 3, dtype=torch.bool).tril()) == "causal"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "bert"])
 def test_models_of_transformers_compute_no_mask(family: str) -> None:
     """Their attention computed all scores, and at 8,192 tokens a fifth of the time was that."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {} if family == "gpt2" else {"intermediate_size": 48, "num_key_value_heads": 2}
+    grouped = {"intermediate_size": 48, "num_key_value_heads": 2}
+    more = {"gpt2": {}, "bert": {"intermediate_size": 48}}.get(family, grouped)
     loaded = load(f"transformers:{family}", sizes | more, 2, ("16:int64:64",), False)
     loaded.model.eval()  # dropout draws otherwise
     captured = capture(loaded.model, loaded.args, loaded.kwargs, training=False)
-    assert attentions(captured) == [(False, True)] * 2
+    assert attentions(captured) == [(False, family != "bert")] * 2
     given = flatten_inputs(loaded.args, loaded.kwargs)
     with torch.no_grad():
         (output, *_), expected = (

@@ -1,14 +1,14 @@
-"""Attention that is given the mask of causal attention is told instead that it is causal.
+"""Attention loses masks that hide nothing, and is told that it is causal where one says only that.
 
 Models of transformers do so themselves where nobody exports them: with a mask all scores are
-computed, twice the work, and kernels that could leave it out cannot be used. Exported, they compute
-the mask in each pass, from positions alone.
+computed, of causal attention twice as many as need be, and kernels that take none cannot be used.
+Exported, they compute the mask in each pass, from positions alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -22,29 +22,31 @@ _ARGUMENTS: dict[str, Any] = {
 }
 """By place, with their defaults."""
 
+Instead = Literal["nothing", "causal"]
+
 _MOST = 1 << 29
 """Bytes of a value that is computed to see what a mask is."""
 
 
-def make_causal(module: fx.GraphModule, fixed: Collection[fx.Node]) -> None:
+def leave_out_masks(module: fx.GraphModule, fixed: Collection[fx.Node]) -> None:
     """Rewrites attention in place, and leaves out what only its masks were computed for. `fixed`:
     operators that give the same in each pass. Masks that depend on a buffer stay: a checkpoint may
     have another one.
     """
-    causal: dict[fx.Node, bool] = {}
+    instead: dict[fx.Node, Instead | None] = {}
     behind: set[fx.Node] = set()
     for node in module.graph.find_nodes(op="call_function", target=_ATTENTION):
         given = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
         mask = given.get("attn_mask")
         if not isinstance(mask, fx.Node) or mask not in fixed:
             continue
-        if mask not in causal:
+        if mask not in instead:
             values = _computed(mask, fixed)
             value = values[mask]
-            causal[mask] = value is not None and is_causal(value)
+            instead[mask] = None if value is None else in_place_of(value)
             behind.update(values)
-        if causal[mask]:
-            given |= {"attn_mask": None, "is_causal": True}
+        if (other := instead[mask]) is not None:
+            given |= {"attn_mask": None, "is_causal": other == "causal"}
             node.args = tuple(given.pop(name, each) for name, each in _ARGUMENTS.items())
             node.kwargs = given
     for node in reversed(module.graph.nodes):
@@ -52,18 +54,23 @@ def make_causal(module: fx.GraphModule, fixed: Collection[fx.Node]) -> None:
             module.graph.erase_node(node)
 
 
-def is_causal(mask: Tensor) -> bool:
-    """Tells whether each position sees itself and those before it, and no other: by True, or by
-    0 where others have minus infinity, or the lowest number there is.
+def in_place_of(mask: Tensor) -> Instead | None:
+    """Returns what attention can be told in place of a mask; None if only the mask says it.
+
+    A mask is True where a position sees another, or 0, where others have minus infinity, or the
+    lowest number there is. Causal: each sees itself and those before it, and no other.
     """
+    if mask.dtype == torch.bool:
+        sees, hidden = mask, ~mask
+    else:
+        sees, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min
+    if sees.all():
+        return "nothing"
     rows, columns = mask.shape[-2:] if mask.dim() > 1 else (0, 1)
     if rows != columns:  # torch itself sees the first ones of the longer side
-        return False
-    seen = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
-    if mask.dtype == torch.bool:
-        return bool((mask == seen).all())
-    lowest = torch.finfo(mask.dtype).min
-    return bool(((mask == 0) == seen).all() and ((mask <= lowest) != seen).all())
+        return None
+    causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    return "causal" if (sees == causal).all() and (hidden != causal).all() else None
 
 
 def _computed(node: fx.Node, fixed: Collection[fx.Node]) -> dict[fx.Node, Tensor | None]:
