@@ -182,6 +182,8 @@ def _draw_row(
     """
     for kind, style in STYLES.items():
         of_kind = [event for event in events if event.action.kind == kind]
+        if not of_kind:
+            continue
         spans = [
             ((event.begin - origin) * scale, (event.end - event.begin) * scale) for event in of_kind
         ]
@@ -190,7 +192,9 @@ def _draw_row(
         colours = [
             shades[event.action.stage] if kind in _PASSES else style.colour for event in of_kind
         ]
-        axes.broken_barh(spans, (row - height / 2, height), facecolors=colours, edgecolors=edge)
+        bars = (row - height / 2, height)
+        drawn = axes.broken_barh(spans, bars, facecolors=colours, edgecolors=edge)
+        drawn.set_in_layout(False)  # it lies within the axes, and to ask it where takes long
     points_per_unit = 0.9 * _WIDTH * 72 / axes.get_xlim()[1]
     for event in events:
         text = str(event.action.minibatch)
