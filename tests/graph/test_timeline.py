@@ -60,7 +60,7 @@ def test_stages_of_a_rank_differ_in_shade(tmp_path, texts, monkeypatch):
 
     def spy(axes, spans, *args, facecolors, **more):
         colours.append(set(facecolors))
-        bars(axes, spans, *args, facecolors=facecolors, **more)
+        return bars(axes, spans, *args, facecolors=facecolors, **more)
 
     monkeypatch.setattr(Axes, "broken_barh", spy)
     draw(ranks, tmp_path / "timeline.png", "V")
