@@ -3,9 +3,10 @@
 What pd-train computes, without a pipeline: minibatch b runs through all stages as one graph, each
 on the version of its weights that the schedule says (`Schedule.delays`), and its gradients make the
 next version of each. Optimizers, corrections and the learning rate are pd-train's own. So 32 stages
-run on one core, and what it finds is what pd-train finds; `learning.py --real` compares them.
+run on one core, and what it finds is what pd-train finds; `real.py` compares them.
 
-An update has one minibatch: to divide that into microbatches changes no mean gradient.
+To divide an update into microbatches changes no mean gradient, but how that is rounded: their
+gradients are added up in order, as pd-train does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 from methods import CONFIGS
@@ -89,14 +91,16 @@ class LateStage:
         self.stepping.add_squares(gradients, total)
         return total
 
-    def update(self, minibatch: int, gradients: Mapping[str, Tensor], norm: Tensor) -> None:
-        """Makes the next version. `norm`: of the gradients that are clipped together."""
+    def update(self, number: int, gradients: Mapping[str, Tensor], norm: Tensor) -> None:
+        """Makes the next version by update `number` of the epoch. `norm`: of the gradients that are
+        clipped together.
+        """
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name]
         if self.feedback is not None:
             now = self.versions[-1]
             stood = {each: now[name].detach() for name, each in self.parameters.items()}
-            self.feedback.expect(minibatch + 1, stood)
+            self.feedback.expect(number + 1, stood)
         self.stepping.step(gradients, Norm(norm), 1)
         self.updates += 1
         self.versions = [*self.versions[-self.delay - 2 :], _copies(self.parameters)]
@@ -110,10 +114,11 @@ class LateModel:
         self.model = load_config_model(config, CONFIGS)
         self.loss = load_loss(config.loss, CONFIGS)
         self.training, self.held_out = load_data(config, CONFIGS)
-        self.minibatches = len(Epoch(self.training, config, 1, CPU))
+        minibatches = len(Epoch(self.training, config, 1, CPU))
+        self.updates = minibatches // config.microbatches
         links = tuple((stage, stage + 1) for stage in range(stages - 1))
         spec = PipelineSpec(schedule, (1,) * stages, links, config.microbatches, 1)
-        planned = Schedule(spec, self.minibatches)
+        planned = Schedule(spec, minibatches)
         self.together = planned.policy.uniform_updates
         names = [name for name, _ in self.model.named_parameters()]
         self.form = optimizer_form(config.optimizer, config.asynchronous)
@@ -150,32 +155,42 @@ class LateModel:
         return made
 
     def train(self) -> list[float]:
-        """Returns the loss of each minibatch, up to one that shows that the run has failed."""
+        """Returns the loss of each update, up to one that shows that the run has failed."""
         losses: list[float] = []
         for number in range(1, self.config.epochs + 1):
             epoch = Epoch(self.training, self.config, number, CPU)
             for stage in self.stages:
                 stage.begin_epoch()
-            for minibatch in range(len(epoch)):
-                batch = epoch.batch(minibatch)
-                losses.append(self.learn(minibatch, batch.inputs[0], batch.target))
+            for update in range(self.updates):
+                losses.append(self.learn(update, epoch))
                 if not losses[-1] < 2 * LEAST:
                     return losses
         return losses
 
-    def learn(self, minibatch: int, inputs: Tensor, target: Tensor) -> float:
-        """Makes the update of a minibatch of the epoch. Returns its loss."""
-        each = [stage.weights(minibatch) for stage in self.stages]
-        weights = {name: tensor for own in each for name, tensor in own.items()}
-        loss = self.loss(functional_call(self.model, weights, (inputs,)), target)
-        found = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
-        gradients = [{name: found[name] for name in own} for own in each]
+    def learn(self, update: int, epoch: Epoch) -> float:
+        """Makes an update of the epoch. Returns its loss."""
+        count, losses = self.config.microbatches, list[float]()
+        found: dict[str, Tensor] = {}
+        for minibatch in range(update * count, (update + 1) * count):
+            batch = epoch.batch(minibatch)
+            each = (stage.weights(minibatch) for stage in self.stages)
+            weights = {name: tensor for own in each for name, tensor in own.items()}
+            loss = self.loss(functional_call(self.model, weights, batch.inputs), batch.target)
+            losses.append(loss.item())
+            own = torch.autograd.grad(loss, list(weights.values()))
+            found = {
+                name: found[name].add_(gradient) if name in found else gradient
+                for name, gradient in zip(weights, own, strict=True)
+            }
+        if count > 1:
+            torch._foreach_div_(list(found.values()), count)
+        gradients = [{name: found[name] for name in stage.parameters} for stage in self.stages]
         squares = [stage.squares(own) for stage, own in zip(self.stages, gradients, strict=True)]
         if self.together:
             squares = [sum(squares[1:], squares[0])] * len(squares)
-        for stage, own, norm in zip(self.stages, gradients, squares, strict=True):
-            stage.update(minibatch, own, norm.sqrt())
-        return loss.item()
+        for stage, own_gradients, norm in zip(self.stages, gradients, squares, strict=True):
+            stage.update(update, own_gradients, norm.sqrt())
+        return fmean(losses)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -70,7 +70,7 @@ class Run:
         config = config_of(method, self.stages, self.rates, self.seed, self.epochs)
         model = LateModel(config, method.schedule, self.stages)
         losses = model.train()
-        loss = model.evaluate() if len(losses) == model.minibatches * self.epochs else math.inf
+        loss = model.evaluate() if len(losses) == model.updates * self.epochs else math.inf
         told = {
             **{name: value for name, value in asdict(self).items() if name != "folder"},
             "held_out_loss": loss if math.isfinite(loss) else None,

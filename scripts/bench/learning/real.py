@@ -2,7 +2,7 @@
 
 Trains each method by pd-train on as many processes as stages, with the plan that has one block in
 each, and in one process by `late_model.py`, and compares the losses of all updates. Under 2bw an
-update has as many microbatches as stages, and the mean of their losses is rounded otherwise.
+update has as many microbatches as stages, in both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from statistics import fmean
 import torch
 import yaml
 from late_model import LateModel
-from methods import BATCH, CONFIGS, METHODS, UPDATES, config_of
+from methods import BATCH, CONFIGS, METHODS, UPDATES, Method, config_of
+
+from pipedream.graph.run_config import RunConfig
 
 RATES = (2.5e-3, 6.3e-3)
 
@@ -38,11 +40,7 @@ def main() -> None:
     for name in asked.methods or METHODS:
         theirs = real(name, asked.stages, folder)
         method = METHODS[name]
-        model = LateModel(
-            config_of(method, asked.stages, RATES[: method.groups], 0),
-            method.schedule,
-            asked.stages,
-        )
+        model = LateModel(configured(method, asked.stages), method.schedule, asked.stages)
         ours = model.train()
         assert len(ours) == len(theirs) == UPDATES, (len(ours), len(theirs))
         same = sum(a == b for a, b in zip(ours, theirs, strict=True))
@@ -54,17 +52,21 @@ def main() -> None:
         )
 
 
+def configured(method: Method, stages: int) -> RunConfig:
+    config = config_of(method, stages, RATES[: method.groups], 0)
+    if method.schedule != "2bw":
+        return config
+    divided = {"batch_size": BATCH // stages, "microbatches": stages}
+    return config.model_copy(update=divided)
+
+
 def real(name: str, stages: int, folder: Path) -> list[float]:
     """Returns the loss of each update of a run of pd-train, made unless it is there."""
     run, method = folder / name.replace(" ", "-"), METHODS[name]
     config = run.with_suffix(".yaml")
     if not (run / "summary.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        told = config_of(method, stages, RATES[: method.groups], 0).model_dump(
-            mode="json", exclude_defaults=True
-        )
-        if method.schedule == "2bw":
-            told |= {"batch_size": BATCH // stages, "microbatches": stages}
+        told = configured(method, stages).model_dump(mode="json", exclude_defaults=True)
         config.write_text(yaml.safe_dump(told))
         plan = folder / "plan" / "plan.json"
         if not plan.exists():
