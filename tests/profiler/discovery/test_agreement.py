@@ -28,6 +28,7 @@ EVEN = "rules know for which numbers of devices parts end where others do; what 
 FEWER = {
     "aten.view": EVEN,
     "aten._unsafe_view": EVEN,
+    "aten.ones": "it reads nothing, and the search divides what is read",
     "aten.convolution_backward": "of a weight that is not read, rules take terms",
 }
 """Families of which less is found, beside ways in chunks."""
