@@ -37,19 +37,20 @@ def draw(curves: Mapping[int, Mapping[str, Sequence[float]]], path: Path) -> Non
     mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "learning", "font.size": 9}
     from matplotlib import pyplot as plt
 
-    size = (4.8 * len(curves), 4.0)
-    figure, axes = plt.subplots(1, len(curves), figsize=size, sharey=True, squeeze=False)
+    size, shared = (3.2 * len(curves) + 2.2, 4.0), {"sharey": True, "squeeze": False}
+    figure, axes = plt.subplots(1, len(curves), figsize=size, layout="constrained", **shared)
+    lines = {}
     for axis, (stages, methods) in zip(axes[0], curves.items(), strict=True):
         for method, found in methods.items():
             color, line = STYLES[method]
             smooth = np.convolve(found, np.ones(SMOOTH) / SMOOTH, mode="valid")[::SMOOTH]
             updates = SMOOTH * np.arange(1, len(smooth) + 1)
-            axis.plot(updates, smooth, color=color, ls=line, label=method)
+            (lines[method],) = axis.plot(updates, smooth, color=color, ls=line)
         axis.set_title(f"{stages} stages")
         axis.set_xlabel("updates")
         axis.set_ylim(top=2.6)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
     axes[0, 0].set_ylabel(f"loss, nats a byte, mean of {SMOOTH} updates")
-    figure.tight_layout()
+    named = [each for each in STYLES if each in lines]
+    figure.legend([lines[each] for each in named], named, loc="outside right center", frameon=False)
     figure.savefig(path, metadata={"Date": None})
