@@ -97,10 +97,10 @@ def _capture(
     _check_state(module, model)
     make_functional(module)
     make_dense(module)
-    leave_out_masks(module, constants(module))
+    fixed = constants(module)
+    leave_out_masks(module, fixed)
     (end,) = module.graph.find_nodes(op="output")
     outputs = tuple(value.name for value in end.args[0])
-    fixed = constants(module)
     operators = [node for node in module.graph.nodes if node.op == "call_function"]
     groups = group_by_module([node for node in operators if node not in fixed], module, model)
     if not groups:

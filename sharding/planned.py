@@ -7,7 +7,7 @@ found by the node that makes them, the pass, and the sequence of operators that 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -86,13 +86,20 @@ def planned_strategies(
     """Returns how the calls of a graph are divided, by name: those of which the plan says it and
     that can be divided so.
     """
-    planned, chosen = planned_calls(texts, graph, nodes, len(mesh)), {}
+    followed = followed_calls(texts, graph, nodes, mesh)
+    return {call.name: chosen for call, _, chosen in followed if chosen is not None}
+
+
+def followed_calls(
+    texts: Sequence[NodeStrategies], graph: OperatorGraph, nodes: Mapping[str, str], mesh: Mesh
+) -> Iterator[tuple[OperatorCall, PlannedCall, tuple[Strategy, ...] | None]]:
+    """Yields the calls of which the plan says how they are divided, with what it says and the
+    strategies; None for one that cannot be divided so.
+    """
+    planned = planned_calls(texts, graph, nodes, len(mesh))
     for call in graph.calls:
-        if call.name in planned:
-            followed = follow(call.operator, planned[call.name].placements, mesh)
-            if followed is not None:
-                chosen[call.name] = followed
-    return chosen
+        if (said := planned.get(call.name)) is not None:
+            yield call, said, follow(call.operator, said.placements, mesh)
 
 
 def _matched(lines: Sequence[str], calls: Sequence[str]) -> list[tuple[int, int]]:

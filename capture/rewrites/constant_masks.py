@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+from pipedream.capture.rewrites.drawn_apart import ATTENTION
+
 _ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(("query", "key", "value", "attn_mask")),
     "dropout_p": 0.0,
@@ -35,7 +36,7 @@ def leave_out_masks(module: fx.GraphModule, fixed: Collection[fx.Node]) -> None:
     """
     instead: dict[fx.Node, Instead | None] = {}
     behind: set[fx.Node] = set()
-    for node in module.graph.find_nodes(op="call_function", target=_ATTENTION):
+    for node in module.graph.find_nodes(op="call_function", target=ATTENTION):
         given = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
         mask = given.get("attn_mask")
         if not isinstance(mask, fx.Node) or mask not in fixed:

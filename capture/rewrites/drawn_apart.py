@@ -22,7 +22,7 @@ from pipedream.capture.compute_settings import placed
 from pipedream.capture.rewrites.writes import is_draw
 
 _DROPOUT = torch.ops.aten.dropout.default
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _RECURRENT = frozenset(
     getattr(getattr(torch.ops.aten, name), overload)
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -151,7 +151,7 @@ def probability(node: fx.Node) -> float | None:
     if node.target is _DROPOUT:
         _, p, trains = node.args
         return float(p) if trains else 0.0  # type: ignore[arg-type]
-    if node.target is _ATTENTION:
+    if node.target is ATTENTION:
         return float(_argument(node, 4, "dropout_p", 0.0))
     if node.target in _RECURRENT:
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ from pipedream.graph.placements.strategy_texts import NodeStrategies
 from pipedream.graph.plan import Plan
 from pipedream.runtime.stages.crossings import Crossings
 from pipedream.sharding.assignment import Assignment, LinkedMesh
-from pipedream.sharding.planned import follow, planned_calls
+from pipedream.sharding.planned import followed_calls
 from pipedream.sharding.propagate import propagate
 from pipedream.sharding.rules import RULES
 from pipedream.sharding.rules.strategy import Strategy, replicated
@@ -106,15 +106,12 @@ class PlannedPasses:
         """
         sizes = self.mesh.sizes
         nodes = node_of_calls(graph, joint)
-        planned, possible = planned_calls(self.operators, graph, nodes, len(sizes)), {}
-        for call in graph.calls:
-            if call.name not in planned:
-                continue
-            chosen = follow(call.operator, planned[call.name].placements, sizes)
+        possible = {}
+        for call, said, chosen in followed_calls(self.operators, graph, nodes, sizes):
             if chosen is not None:
                 self._try(call.operator, chosen)
                 possible[call.name] = chosen
-            elif first and self.same_passes and planned[call.name].sure:
+            elif first and self.same_passes and said.sure:
                 raise UserError(
                     f"operators: {call.operator.target} of shapes"
                     f" {', '.join(str(list(each.shape)) for each in call.operator.inputs)} cannot"
