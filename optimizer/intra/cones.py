@@ -12,8 +12,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from pipedream.optimizer.intra.joining import Joined, join
-from pipedream.optimizer.intra.problem import Problem, Value
+from pipedream.optimizer.intra.solver.joining import Joined, join
+from pipedream.optimizer.intra.solver.problem import Problem, Value
 
 
 def cones(problem: Problem) -> Joined:

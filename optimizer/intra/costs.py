@@ -21,7 +21,7 @@ from pipedream.graph.placements.operators import (
 from pipedream.graph.placements.placement import Partial, Placements, Replicate, show_placements
 from pipedream.graph.placements.requests import Requests, requested_operators, requested_values
 from pipedream.optimizer.intra.labels import JointStrategy, Labels, OperatorLabels, Places
-from pipedream.optimizer.intra.problem import Floats, Ints, Problem, Value
+from pipedream.optimizer.intra.solver.problem import Floats, Ints, Problem, Value
 from pipedream.sharding.assignment import (
     Assignment,
     LinkedMesh,

@@ -18,7 +18,7 @@ from pipedream.graph.placements.operators import (
     TensorType,
 )
 from pipedream.graph.placements.placement import Mesh, Placement, Placements, Replicate, Shard
-from pipedream.optimizer.intra.problem import Ints
+from pipedream.optimizer.intra.solver.problem import Ints
 from pipedream.sharding.axis import local_operators
 from pipedream.sharding.rules import strategies
 from pipedream.sharding.rules.strategy import Strategy

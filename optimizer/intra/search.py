@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pipedream.graph.choices import IntraOp
 from pipedream.optimizer.intra.cones import cones
 from pipedream.optimizer.intra.costs import StageProblem
-from pipedream.optimizer.intra.exact import solve
-from pipedream.optimizer.intra.messages import Messages
+from pipedream.optimizer.intra.solver.exact import solve
+from pipedream.optimizer.intra.solver.messages import Messages
 from pipedream.optimizer.recursive.search import recursive
 from pipedream.sharding.assignment import Assignment
 from pipedream.sharding.propagate import propagate

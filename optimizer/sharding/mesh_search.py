@@ -21,7 +21,7 @@ from pipedream.optimizer.sharding.mesh_steps import MeshSteps
 from pipedream.optimizer.sharding.stage_divisions import StageDivisions
 from pipedream.optimizer.sharding.views import Views
 
-_BUDGET = 200_000
+_BUDGET = 400_000
 """Actions simulated, about, from each of the best plans to begin with."""
 
 _STARTS = 2
@@ -119,8 +119,24 @@ def best_divisions(trials: MeshTrials, starts: Sequence[Division]) -> list[Trial
     climbed = [climb(each, trials, steps, trials.spent + _BUDGET) for each in fitting[:_STARTS]]
     most = trials.spent + _BUDGET
     explored = best_first([*climbed, *fitting], trials, around.of, most, _WORTH_EXPLORING)
+    explored = _with_more_in_flight(explored, trials, trials.spent + _BUDGET)
     best = climb(explored, trials, steps, trials.spent + _BUDGET)
     return [best, *(each for each in climbed if each is not best)]
+
+
+def _with_more_in_flight(best: Trial, trials: MeshTrials, most: int) -> Trial:
+    """The best of all that is known with as many minibatches in flight as help it, the fastest
+    first, until `most` is spent.
+    """
+    worth = best.seconds * _WORTH_EXPLORING
+    known = (trial for trial in trials.known.values() if trial is not None and trial.fits)
+    for trial in sorted(known, key=lambda each: each.seconds):
+        if trial.seconds > worth or trials.spent > most:
+            break
+        if trial.bound < best.seconds:
+            settled = trials.settle(trial.division)
+            best = min(best, settled or best, key=lambda each: each.rank)
+    return best
 
 
 def outcome_of(trial: Trial, views: Views, bound: float) -> tuple[Request, Outcome]:

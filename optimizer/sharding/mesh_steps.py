@@ -17,6 +17,9 @@ from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 _PLACES = 5
 """After how many nodes a stage is cut in two, at most."""
 
+_FEW = 8
+"""Devices that two stages share in whatever way."""
+
 
 class Team(NamedTuple):
     """A stage's workers: the number of their mesh, and how many there are."""
@@ -115,7 +118,7 @@ class MeshSteps:
         downsets, before = division.downsets, 0
         for at, team in enumerate(teams):
             nodes, devices = list(bits(downsets[at] & ~before)), self._devices(team)
-            for first in sorted({1, devices // 2, devices - 1} - {0, devices}):
+            for first in self._shares(devices):
                 places = self._places(nodes, first / devices)
                 for one in self._on(first):
                     for other in self._on(devices - first):
@@ -124,6 +127,13 @@ class MeshSteps:
                             changed = (*teams[:at], one, other, *teams[at + 1 :])
                             yield (*downsets[:at], middle, *downsets[at:]), changed
             before = downsets[at]
+
+    @staticmethod
+    def _shares(devices: int) -> list[int]:
+        """How many of so many devices the first of two stages may have."""
+        if devices <= _FEW:
+            return list(range(1, devices))
+        return sorted({1, devices // 2, devices - 1})
 
     def _places(self, nodes: Sequence[int], share: float) -> list[int]:
         """After how many of the nodes to cut, so that those before have about this share of the

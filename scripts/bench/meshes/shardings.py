@@ -93,7 +93,7 @@ def distances(mesh: tuple[int, ...], folders: list[Path]) -> None:
     from pipedream.graph.placements.operators import read_operators
     from pipedream.graph.placements.requests import Requests
     from pipedream.optimizer.intra.cones import cones
-    from pipedream.optimizer.intra.exact import solve as solved
+    from pipedream.optimizer.intra.solver.exact import solve as solved
     from pipedream.optimizer.recursive.search import recursive
     from pipedream.sharding.propagate import propagate
 
@@ -162,7 +162,7 @@ def halve(folder: Path, halvings: int) -> None:
 
 def solve(folder: Path, mesh: tuple[int, ...], price: float = 0.0) -> None:
     from pipedream.graph.placements.operators import read_operators
-    from pipedream.optimizer.intra.exact import solve as solved
+    from pipedream.optimizer.intra.solver.exact import solve as solved
 
     gc.set_threshold(200_000)  # as pd-optimize does
     profile = read_operators(folder / "operators.json")

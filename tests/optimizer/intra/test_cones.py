@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from made_up_problems import brute_force, made_up
 
 from pipedream.optimizer.intra.cones import cones
-from pipedream.optimizer.intra.exact import solve
-from pipedream.optimizer.intra.problem import Problem, Value
+from pipedream.optimizer.intra.solver.exact import solve
+from pipedream.optimizer.intra.solver.problem import Problem, Value
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,8 +18,8 @@ from pipedream.graph.placements.operators import OperatorGraph, flops
 from pipedream.graph.placements.placement import Mesh, parse_placements
 from pipedream.graph.placements.requests import Requests
 from pipedream.optimizer.intra.costs import Accounting, StageProblem
-from pipedream.optimizer.intra.exact import Choice, solve
-from pipedream.optimizer.intra.messages import Messages
+from pipedream.optimizer.intra.solver.exact import Choice, solve
+from pipedream.optimizer.intra.solver.messages import Messages
 from pipedream.sharding.assignment import LinkedMesh
 from pipedream.sharding.propagate import propagate
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_problems import brute_force, made_up
 
-from pipedream.optimizer.intra import messages
-from pipedream.optimizer.intra.elimination import eliminate
-from pipedream.optimizer.intra.exact import solve
-from pipedream.optimizer.intra.integer import integer_program
+from pipedream.optimizer.intra.solver import messages
+from pipedream.optimizer.intra.solver.elimination import eliminate
+from pipedream.optimizer.intra.solver.exact import solve
+from pipedream.optimizer.intra.solver.integer import integer_program
 
 
 @settings(max_examples=60, deadline=None)

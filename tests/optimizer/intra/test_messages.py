@@ -4,35 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
+from made_up_problems import ladder
 
-from pipedream.optimizer.intra import passing
-from pipedream.optimizer.intra.elimination import eliminate
-from pipedream.optimizer.intra.messages import Messages
-from pipedream.optimizer.intra.problem import Problem, Value
-
-LENGTH, LABELS = 100, 4
-
-
-def ladder(seed: int) -> Problem:
-    """Two rows of variables, each with a value that the next one and the one opposite read. What
-    labels cost by themselves is little beside what it costs to change them on the way.
-
-        v0   -> v1   -> v2   -> ...
-         |       |       |
-        v100 -> v101 -> v102 -> ...
-    """
-    chance, every = np.random.default_rng(seed), np.arange(LABELS)
-    alone = [0.1 * chance.random(LABELS) for _ in range(2 * LENGTH)]
-    apart, nothing = 0.6 * np.abs(every[:, None] - every), np.zeros(LABELS)
-    steps = [(v, v + 1) for v in range(2 * LENGTH - 1) if v != LENGTH - 1]
-    ends = [*steps, *((v, v + LENGTH) for v in range(LENGTH))]
-    values = [
-        Value(v, every, (w,), (every,), apart, (False,), nothing, nothing, np.full(LABELS, -1))
-        for v, w in ends
-    ]
-    return Problem(alone, [nothing] * len(alone), values)
+from pipedream.optimizer.intra.solver import passing
+from pipedream.optimizer.intra.solver.elimination import eliminate
+from pipedream.optimizer.intra.solver.messages import Messages
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 5])

@@ -13,9 +13,9 @@ from random_operators import random_graph
 
 from pipedream.graph.cluster import Link
 from pipedream.optimizer.intra.costs import Accounting, StageProblem
-from pipedream.optimizer.intra.exact import solve
-from pipedream.optimizer.intra.integer import integer_program
-from pipedream.optimizer.intra.problem import Problem
+from pipedream.optimizer.intra.solver.exact import solve
+from pipedream.optimizer.intra.solver.integer import integer_program
+from pipedream.optimizer.intra.solver.problem import Problem
 from pipedream.sharding.assignment import LinkedMesh
 
 MESHES = ((2,), (3,), (4,), (2, 2), (2, 3))

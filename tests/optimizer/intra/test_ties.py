@@ -11,12 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_up_problems import brute_force, made_up
 
-from pipedream.optimizer.intra import exact
-from pipedream.optimizer.intra.exact import solve
-from pipedream.optimizer.intra.integer import integer_program
-from pipedream.optimizer.intra.joining import join
-from pipedream.optimizer.intra.problem import Problem
-from pipedream.optimizer.intra.ties import equal_places, tie
+from pipedream.optimizer.intra.solver import exact
+from pipedream.optimizer.intra.solver.exact import solve
+from pipedream.optimizer.intra.solver.integer import integer_program
+from pipedream.optimizer.intra.solver.joining import join
+from pipedream.optimizer.intra.solver.problem import Problem
+from pipedream.optimizer.intra.solver.ties import equal_places, tie
 
 
 def layered(seed: int, layers: int, limited: bool = False) -> Problem:

@@ -17,7 +17,7 @@ from pipedream.graph.placements.operators import OperatorGraph, flops
 from pipedream.graph.placements.placement import Mesh, parse_placements, show_placements
 from pipedream.graph.placements.requests import Requests
 from pipedream.optimizer.intra.costs import Accounting, StageProblem
-from pipedream.optimizer.intra.exact import solve
+from pipedream.optimizer.intra.solver.exact import solve
 from pipedream.sharding.assignment import Assignment, LinkedMesh
 
 FLOPS, MEMORY = 1e12, 1e11

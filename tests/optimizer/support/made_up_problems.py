@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from pipedream.optimizer.intra.problem import Problem, Value
+from pipedream.optimizer.intra.solver.problem import Problem, Value
 
 
 def made_up(seed: int, variables: int, limited: bool, keeps: bool = True) -> Problem:
@@ -45,6 +45,26 @@ def made_up(seed: int, variables: int, limited: bool, keeps: bool = True) -> Pro
         amounts = [some.amounts(rng.integers(0, sizes)).bytes for _ in range(5)]
         limit = float(min(amounts))
     return Problem(seconds, held, values, limit)
+
+
+def ladder(seed: int, length: int = 100, labels: int = 4) -> Problem:
+    """Two rows of variables, each with a value that the next one and the one opposite read. What
+    labels cost by themselves is little beside what it costs to change them on the way.
+
+        v0   -> v1   -> v2   -> ...
+         |       |       |
+        v100 -> v101 -> v102 -> ...
+    """
+    chance, every = np.random.default_rng(seed), np.arange(labels)
+    alone = [0.1 * chance.random(labels) for _ in range(2 * length)]
+    apart, nothing = 0.6 * np.abs(every[:, None] - every), np.zeros(labels)
+    steps = [(v, v + 1) for v in range(2 * length - 1) if v != length - 1]
+    ends = [*steps, *((v, v + length) for v in range(length))]
+    values = [
+        Value(v, every, (w,), (every,), apart, (False,), nothing, nothing, np.full(labels, -1))
+        for v, w in ends
+    ]
+    return Problem(alone, [nothing] * len(alone), values)
 
 
 def brute_force(problem: Problem) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pipedream.optimizer.intra.problem import Floats, Ints, Problem, Value
+from pipedream.optimizer.intra.solver.problem import Floats, Ints, Problem, Value
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from numba import njit
 
-from pipedream.optimizer.intra.problem import Floats, Ints
+from pipedream.optimizer.intra.solver.problem import Floats, Ints
 
 MOST_READERS = 5
 """Of one factor: the work doubles to triples with each."""

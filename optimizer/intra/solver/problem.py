@@ -70,7 +70,7 @@ class Value:
     @cached_property
     def keeps(self) -> bool:
         """Whether a device keeps something of it for the backward pass."""
-        return any(self.backward) and bool(self.given_bytes.any())
+        return any(self.backward) and bool(self.given_bytes.any() or self.wanted_bytes.any())
 
     def restricted(self, alive: Sequence[Ints]) -> Value:
         """The same for these labels of each variable."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipedream.optimizer.intra.problem import Floats, Ints, Problem, Value
+from pipedream.optimizer.intra.solver.problem import Floats, Ints, Problem, Value
 
 
 @dataclass(frozen=True)

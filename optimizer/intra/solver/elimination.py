@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from pipedream.optimizer.intra.problem import Floats, Ints, Problem, Value
+from pipedream.optimizer.intra.solver.problem import Floats, Ints, Problem, Value
 
 MOST_ENTRIES = 1 << 22
 """Of one table; of all tables so many times as many."""

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedream.optimizer.intra.joining import Joined, join
-from pipedream.optimizer.intra.problem import Ints, Problem, Value
+from pipedream.optimizer.intra.solver.joining import Joined, join
+from pipedream.optimizer.intra.solver.problem import Ints, Problem, Value
 
 ROUNDS = 6
 """Steps around a variable: enough to tell all operators of a layer of Llama or GPT-2 from each

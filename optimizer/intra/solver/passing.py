@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pipedream.optimizer.intra.factors import FORBIDDEN, NOTHING, minima
+from pipedream.optimizer.intra.solver.factors import FORBIDDEN, NOTHING, minima
 
 
 @njit(cache=True)

@@ -7,7 +7,8 @@
    which finds the best among them: a good choice, often the best.
 3. Labels that may be in something better than that are those whose own bound is below it. The best
    among these, by elimination, is the best of all. Where its tables would be too large, more
-   messages are passed; at the end a small rest is left to HiGHS.
+   messages are passed, in the problem that has only these labels (`narrowing`); at the end a small
+   rest is left to HiGHS.
 
 A limit of bytes enters by a price of a byte: for any price p >= 0 the least seconds + p (bytes -
 limit) is a lower bound (Everett, 1963), and the best price is found by bisection.
@@ -22,11 +23,12 @@ from time import monotonic
 
 import numpy as np
 
-from pipedream.optimizer.intra.elimination import eliminate
-from pipedream.optimizer.intra.integer import column_count, integer_program
-from pipedream.optimizer.intra.messages import Messages
-from pipedream.optimizer.intra.problem import Floats, Ints, Problem
-from pipedream.optimizer.intra.ties import tie
+from pipedream.optimizer.intra.solver.elimination import eliminate
+from pipedream.optimizer.intra.solver.integer import column_count, integer_program
+from pipedream.optimizer.intra.solver.messages import Messages
+from pipedream.optimizer.intra.solver.narrowing import narrow
+from pipedream.optimizer.intra.solver.problem import Floats, Ints, Problem
+from pipedream.optimizer.intra.solver.ties import tie
 
 TIE = 1e-9
 """Relative difference below which two sums are equal."""
@@ -53,6 +55,9 @@ _SETTLED = 2e-4
 
 _FEWER = 0.95
 """Elimination is tried again once this part of the labels that were too many is left."""
+
+_NARROWED = 0.8
+"""Messages are passed in a smaller problem once this part of the labels is left."""
 
 _STALLED = 1e-12
 """Relative gain of the bound below which more sweeps are not worth it."""
@@ -95,8 +100,9 @@ def solve(problem: Problem, seconds: float = 30.0) -> Choice:
 
 
 class _Search:
-    def __init__(self, problem: Problem, until: float) -> None:
+    def __init__(self, problem: Problem, until: float, narrows: bool = True) -> None:
         self.problem, self.until = problem, until
+        self.narrows = narrows and problem.limit is None
         self.best: Ints | None = None
         self.seconds, self.bound, self.sweeps = inf, -inf, 0
         self.messages = Messages.of(problem)
@@ -105,11 +111,11 @@ class _Search:
 
     def run(self) -> Choice:
         few = self._begin_tied()
-        messages = self._pass(self.messages, TIE, _FEWER_SWEEPS if few else _SWEEPS)
+        priced = self._pass(self.messages, TIE, _FEWER_SWEEPS if few else _SWEEPS)
         if self.problem.limit is not None and not self._choice().proven:
-            messages = self._bisect(messages)
+            priced = self._bisect(priced)
         if not self._choice().proven:
-            self._finish(messages)
+            self._finish(priced)
         return self._choice()
 
     def _choice(self) -> Choice:
@@ -123,29 +129,30 @@ class _Search:
         joined = tie(self.problem)
         if len(joined.problem.seconds) > _MUCH_SMALLER * len(self.problem.seconds):
             return False
-        search = _Search(joined.problem, monotonic() + _OF_THE_TIME * (self.until - monotonic()))
+        until = monotonic() + _OF_THE_TIME * (self.until - monotonic())
+        search = _Search(joined.problem, until, narrows=False)  # its messages are for all labels
         self.tied = search.run()
         if self.tied.labels is not None:
             self.try_(joined.expanded(self.tied.labels), 0.0)
         self.messages.continue_from_joined(joined, search.messages)
         return True
 
-    def _at_price(self, price: float, before: Messages, close: float) -> Messages:
+    def _at_price(self, price: float, before: Messages, close: float) -> _Priced:
         messages = Messages.of(self.problem, price)
         messages.continue_from(before)
         return self._pass(messages, close, _SWEEPS)
 
-    def _pass(self, messages: Messages, close: float, sweeps: int) -> Messages:
+    def _pass(self, messages: Messages, close: float, sweeps: int) -> _Priced:
         """Passes messages and looks for choices, until the best is as close to the bound."""
         priced, least, most = _Priced(self, messages), -inf, self.sweeps + _MOST_SWEEPS
         while True:
-            messages.sweep(sweeps)
+            priced.messages.sweep(sweeps)
             self.sweeps += sweeps
             priced.improve(close)
             stalled = priced.bound <= least + _STALLED * abs(least) or self.sweeps >= most
             least = priced.bound
             if priced.is_within(close) or stalled or monotonic() > self.until:
-                return messages
+                return priced
 
     def try_(self, labels: Ints, price: float) -> float:
         """Remembers the labels if they are the best within the limit; their priced seconds."""
@@ -159,21 +166,21 @@ class _Search:
         """Takes note of what no choice takes less than, bytes by their price."""
         self.bound = max(self.bound, priced - price * (self.problem.limit or 0.0))
 
-    def _bisect(self, messages: Messages) -> Messages:
-        """Finds the price at which the best choice just keeps the limit: the messages at the price
-        of the best bound.
+    def _bisect(self, priced: _Priced) -> _Priced:
+        """Finds the price at which the best choice just keeps the limit, and of all that it tries
+        gives the one with the best bound.
         """
         limit = self.problem.limit
         assert limit is not None
-        seconds, held = self.problem.amounts(messages.labels())
+        seconds, held = self.problem.amounts(priced.messages.labels())
         low, high = 0.0, max(seconds, 1e-12) / max(held, 1.0)
-        found, best, known = messages, self.bound, False
+        found, best, known = priced, self.bound, False
         for step in range(_PRICES):
             price = (low + high) / 2 if known else high
-            messages = self._at_price(price, messages, _CLOSE)
+            priced = self._at_price(price, priced.messages, _CLOSE)
             if self.bound > best:
-                found, best = messages, self.bound
-            fits = self.problem.amounts(messages.labels()).bytes <= limit
+                found, best = priced, self.bound
+            fits = self.problem.amounts(priced.messages.labels()).bytes <= limit
             known = known or fits or step > _DEAREST
             if fits:
                 high = price
@@ -184,22 +191,24 @@ class _Search:
                 break
         return found
 
-    def _finish(self, messages: Messages) -> None:
+    def _finish(self, priced: _Priced) -> None:
         """Leaves to an integer program what the bound does not rule out, if that is little."""
-        discount = messages.price * (self.problem.limit or 0.0)
-        alive = _alive(self.problem, messages.least(), self.seconds * (1 + TIE) + discount)
-        left = self.problem.restricted(alive)
+        discount = priced.price * (self.problem.limit or 0.0)
+        alive = priced.alive(priced.messages.least(), self.seconds + discount)
+        left = priced.messages.problem.restricted(alive)
         remaining = self.until - monotonic()
         if column_count(left) <= _FEW_COLUMNS and remaining > 0:
             solution = integer_program(left, remaining)
             if solution.labels is not None:
-                self.try_(_original(alive, solution.labels), 0.0)
+                self.try_(priced.original(_original(alive, solution.labels)), 0.0)
             self.bound = max(self.bound, min(solution.bound, self.seconds))
 
 
 @dataclass
 class _Priced:
-    """The best choice so far at one price, and its bound."""
+    """The best choice so far at one price, and its bound. `left`: of each variable the labels that
+    `messages` are of, None for all.
+    """
 
     search: _Search
     messages: Messages
@@ -207,6 +216,7 @@ class _Priced:
     bound: float = -inf
     too_many: float = inf
     """So many labels were too many for elimination."""
+    left: list[Ints] | None = None
 
     def __post_init__(self) -> None:
         if self.price == 0.0 and self.search.problem.limit is None:
@@ -228,37 +238,60 @@ class _Priced:
         if self.is_within(close) or self.bound - before > _SETTLED * abs(before):
             return
         least = self.messages.least()
-        self._eliminate(least, self.bound * (1 + _NOTHING_AGAINST))
-        if not self.is_within(close) and self._eliminate(least, self.seconds):
+        self._eliminate(self.alive(least, self.bound * (1 + _NOTHING_AGAINST)))
+        if self.is_within(close):
+            return
+        alive = self.alive(least, self.seconds)
+        if self._eliminate(alive):
             self._raise(self.seconds)
+        elif self.search.narrows and _count(alive) < _NARROWED * len(least):
+            self._narrow(alive)
 
-    def _eliminate(self, least: Floats, most: float) -> bool:
-        """Finds the best among labels whose bound is at most this; returns whether it could."""
-        alive = _alive(self.messages.problem, least, most * (1 + TIE))
-        count = sum(map(len, alive))
-        if count > _FEWER * self.too_many:
+    def alive(self, least: Floats, most: float) -> list[Ints]:
+        """The labels of each variable whose bound is at most so many priced seconds, but at least
+        that of the lowest. `least`: as `Messages.least` gives it.
+        """
+        ends = np.cumsum([len(own) for own in self.messages.problem.seconds])[:-1]
+        most *= 1 + TIE
+        return [np.flatnonzero(own <= max(most, own.min())) for own in np.split(least, ends)]
+
+    def original(self, labels: Ints) -> Ints:
+        """In the whole problem."""
+        return labels if self.left is None else _original(self.left, labels)
+
+    def _narrow(self, alive: Sequence[Ints]) -> None:
+        """Goes on without labels that are in nothing better."""
+        narrowed = narrow(self.messages.problem, alive)
+        messages = Messages.of(narrowed.problem, self.price)
+        messages.continue_from_narrowed(narrowed, self.messages)
+        self.messages = messages
+        if self.left is None:
+            self.left = list(alive)
+        else:
+            self.left = [own[kept] for own, kept in zip(self.left, alive, strict=True)]
+
+    def _eliminate(self, alive: Sequence[Ints]) -> bool:
+        """Finds the best among these labels; returns whether it could."""
+        if _count(alive) > _FEWER * self.too_many:
             return False
-        labels = eliminate(self.search.problem.restricted(alive), self.price)
+        labels = eliminate(self.messages.problem.restricted(alive), self.price)
         if labels is None:
-            self.too_many = count
+            self.too_many = _count(alive)
             return False
         self._try(_original(alive, labels))
         return True
 
     def _try(self, labels: Ints) -> None:
-        self.seconds = min(self.seconds, self.search.try_(labels, self.price))
+        self.seconds = min(self.seconds, self.search.try_(self.original(labels), self.price))
 
     def _raise(self, bound: float) -> None:
-        self.bound = max(self.bound, bound)
-        self.search.raise_bound(bound, self.price)
+        """Takes note of a bound of the labels that are left; no others are in anything better."""
+        self.bound = max(self.bound, min(bound, self.seconds))
+        self.search.raise_bound(self.bound, self.price)
 
 
-def _alive(problem: Problem, least: Floats, most: float) -> list[Ints]:
-    """The labels of each variable whose bound is at most so many priced seconds, but at least that
-    of the lowest. `least`: as `Messages.least` gives it.
-    """
-    ends = np.cumsum([len(own) for own in problem.seconds])[:-1]
-    return [np.flatnonzero(own <= max(most, own.min())) for own in np.split(least, ends)]
+def _count(alive: Sequence[Ints]) -> int:
+    return sum(map(len, alive))
 
 
 def _original(alive: Sequence[Ints], labels: Ints) -> Ints:

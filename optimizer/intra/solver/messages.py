@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from pipedream.optimizer.intra import passing
-from pipedream.optimizer.intra.factors import (
+from pipedream.optimizer.intra.solver import passing
+from pipedream.optimizer.intra.solver.factors import (
     FORBIDDEN,
     MOST_READERS,
     Factors,
@@ -32,8 +32,9 @@ from pipedream.optimizer.intra.factors import (
     Variables,
     Work,
 )
-from pipedream.optimizer.intra.joining import Joined
-from pipedream.optimizer.intra.problem import Floats, Ints, Problem, Value
+from pipedream.optimizer.intra.solver.joining import Joined
+from pipedream.optimizer.intra.solver.narrowing import Narrowed
+from pipedream.optimizer.intra.solver.problem import Floats, Ints, Problem, Value
 
 _ALL = 1e6
 """Units of cost that all together take at most."""
@@ -148,6 +149,19 @@ class Messages:
             for own, place in zip(ends, merged.readers, strict=True):
                 share = 1 / merged.readers.count(place) / count
                 self._set(own, ratio * share * before._known(its_ends[place]))
+        passing.apply(self.variables, self.slots, self.unary, self.messages)
+        self.momentum = Momentum()
+
+    def continue_from_narrowed(self, narrowed: Narrowed, before: Messages) -> None:
+        """Begins with the messages of a problem of which this is what is left, at the same price:
+        what they say of it stays.
+        """
+        ratio = before.unit / self.unit
+        for number, left in enumerate(zip(narrowed.given, narrowed.wanted, strict=True)):
+            sides = zip(self._ends(number), before._ends(number), left, strict=True)
+            for ends, whole, own in sides:
+                for here, there in zip(ends, whole, strict=True):
+                    self._set(here, ratio * before._known(there)[own])
         passing.apply(self.variables, self.slots, self.unary, self.messages)
         self.momentum = Momentum()
 
