@@ -143,7 +143,7 @@ def test_what_is_added_up_within_operators_counts(tmp_path: Path) -> None:
         own = [each.seconds for each in within if operators.nodes[each.value] == name]
         more = costs[name].compute_seconds - free_costs[name].compute_seconds
         assert more >= 0.999 * sum(own) > 0
-    plan = optimize(tmp_path)
+    plan = optimize(tmp_path, "--mesh", "2", "--shard", "*=R")
     table = traffic_table(plan, sharding)
     numbers = table.columns[[column.header for column in table.columns].index("number")]
     sent = [each for each in redistributions(assignment) if each.bytes]
