@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, TypeAlias, get_args
 
 ScheduleName: TypeAlias = Literal["weight-stashing", "vertical-sync", "2bw", "flush", "gpipe"]
@@ -48,6 +48,21 @@ CORRECTED: Mapping[str, tuple[ScheduleName, ...]] = {
     "basis_rotation": _LATE,
 }
 """The schedules that each of `CORRECTIONS` is for."""
+
+_APART = (
+    ("weight_prediction", "error_feedback"),
+    ("nesterov", "error_feedback"),
+    ("nesterov", "basis_rotation"),
+    ("weight_prediction", "basis_rotation"),
+)
+
+
+def not_together(wanted: Collection[str]) -> tuple[str, str] | None:
+    """Returns two of these corrections of a run config that are not to be had together, if any:
+    two that find gradients ahead of the weights, or two forms of an optimizer.
+    """
+    return next((pair for pair in _APART if set(pair) <= set(wanted)), None)
+
 
 WHOLE_STATE: tuple[Correction, ...] = ("weight_prediction", "basis_rotation")
 """These know whole parameters: replicas cannot divide the optimizer's state."""

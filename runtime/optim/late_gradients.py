@@ -53,7 +53,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipedream.graph.choices import CORRECTED, DEFAULT_ORDER, ScheduleName
+from pipedream.graph.choices import CORRECTED, DEFAULT_ORDER, ScheduleName, not_together
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import (
     AsynchronousConfig,
@@ -74,9 +74,6 @@ _FORMS = {"SGD": "SGD", "Adam": "NAdam", "AdamW": "NAdam"}
 ROTATED = "RotatedAdam"
 """Name of the class that is Adam and AdamW with basis_rotation."""
 
-_AHEAD = ("error_feedback", "weight_prediction", "nesterov")
-"""These find gradients ahead of the weights that they change: one of them is enough."""
-
 
 def check_corrections(config: AsynchronousConfig, schedule: ScheduleName, order: str) -> None:
     """Raises UserError for corrections of a schedule that they are not for, or of one another."""
@@ -93,16 +90,10 @@ def check_corrections(config: AsynchronousConfig, schedule: ScheduleName, order:
                 f"asynchronous: {name} in the run config is for {', '.join(fit)}, and the schedule "
                 f"is {schedule}: remove it, or train with --schedule {fit[0]}"
             )
-    ahead = [name for name in _AHEAD if name in wanted]
-    if "error_feedback" in ahead and len(ahead) > 1:
+    apart = not_together(wanted)
+    if apart is not None:
         raise UserError(
-            f"asynchronous: {ahead[0]} and {ahead[1]} both find gradients ahead of the weights: "
-            "leave one of them out"
-        )
-    other = next((name for name in ("nesterov", "weight_prediction") if name in wanted), None)
-    if "basis_rotation" in wanted and other is not None:
-        raise UserError(
-            f"asynchronous: basis_rotation and {other} are not to be had together: leave one of "
+            f"asynchronous: {apart[0]} and {apart[1]} are not to be had together: leave one of "
             "them out"
         )
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pipedream.graph.choices import CORRECTED, WHOLE_STATE, Correction, ScheduleName
+from pipedream.graph.choices import (
+    CORRECTED,
+    WHOLE_STATE,
+    Correction,
+    ScheduleName,
+    not_together,
+)
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile
 from pipedream.optimizer.cli.options import Options
@@ -22,11 +28,10 @@ def corrections_of(
                 f"{option_of(name)} is for {', '.join(fit)}, and the schedule is {schedule}: leave"
                 " one of them out"
             )
-        if name != "weight_prediction" and "weight_prediction" in wanted:
-            raise UserError(
-                f"--weight-prediction and {option_of(name)} are not to be had together: leave one"
-                " of them out"
-            )
+    apart = not_together(wanted)
+    if apart is not None:
+        both = " and ".join(map(option_of, apart))
+        raise UserError(f"{both} are not to be had together: leave one of them out")
     if "basis_rotation" in wanted:
         _check_rotation(options, profile)
     return wanted
@@ -52,5 +57,5 @@ def whole_state_option(options: Options) -> str | None:
     return next((option_of(name) for name in WHOLE_STATE if name in options.corrections), None)
 
 
-def option_of(name: Correction) -> str:
+def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
