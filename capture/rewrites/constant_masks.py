@@ -14,14 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from pipedream.capture.rewrites.arguments import arguments, by_name
 from pipedream.capture.rewrites.drawn_apart import ATTENTION
-
-_ARGUMENTS: dict[str, Any] = {
-    **dict.fromkeys(("query", "key", "value", "attn_mask")),
-    "dropout_p": 0.0,
-    "is_causal": False,
-}
-"""By place, with their defaults."""
 
 Instead = Literal["nothing", "causal"]
 
@@ -37,8 +31,8 @@ def leave_out_masks(module: fx.GraphModule, fixed: Collection[fx.Node]) -> None:
     instead: dict[fx.Node, Instead | None] = {}
     behind: set[fx.Node] = set()
     for node in module.graph.find_nodes(op="call_function", target=ATTENTION):
-        given = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
-        mask = given.get("attn_mask")
+        given = by_name(node)
+        mask = given["attn_mask"]
         if not isinstance(mask, fx.Node) or mask not in fixed:
             continue
         if mask not in instead:
@@ -48,8 +42,9 @@ def leave_out_masks(module: fx.GraphModule, fixed: Collection[fx.Node]) -> None:
             behind.update(values)
         if (other := instead[mask]) is not None:
             given |= {"attn_mask": None, "is_causal": other == "causal"}
-            node.args = tuple(given.pop(name, each) for name, each in _ARGUMENTS.items())
-            node.kwargs = given
+            schema = [argument for argument, _ in arguments(node)]
+            node.args = tuple(given[each.name] for each in schema if not each.kwarg_only)
+            node.kwargs = {each.name: given[each.name] for each in schema if each.kwarg_only}
     for node in reversed(module.graph.nodes):
         if node in behind and not node.users:
             module.graph.erase_node(node)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipedream.capture.compute_settings import placed
+from pipedream.capture.rewrites.arguments import by_name
 from pipedream.capture.rewrites.writes import is_draw
 
 _DROPOUT = torch.ops.aten.dropout.default
@@ -137,7 +138,7 @@ def _draw(node: fx.Node, device: torch.device) -> Draw | OnlyDraw | None:
         ends = tuple(value.shape), tuple(value.stride()), value.dtype, device
         return Draw(_seed(node), p, *ends)
     query, key = (node.args[k].meta["val"] for k in (0, 1))  # type: ignore[union-attr]
-    scale, result = _argument(node, *_OF_ATTENTION[2]), node.meta["val"]
+    scale, result = by_name(node)["scale"], node.meta["val"]
     exact = query.dtype in _EXACT and result.dtype == query.dtype  # no autocast in between
     if device.type != "cpu" or not exact or (scale is not None and scale <= 0):
         return None
@@ -152,10 +153,9 @@ def probability(node: fx.Node) -> float | None:
         _, p, trains = node.args
         return float(p) if trains else 0.0  # type: ignore[arg-type]
     if node.target is ATTENTION:
-        return float(_argument(node, 4, "dropout_p", 0.0))
+        return float(by_name(node)["dropout_p"])
     if node.target in _RECURRENT:
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        given = by_name(node)
         return float(given["dropout"]) if given["train"] else 0.0
     return None
 
@@ -173,8 +173,9 @@ def _take(node: fx.Node, drawn: fx.Node) -> None:
         if node.target is _DROPOUT:
             made = graph.call_function(_dropped, (node.args[0], drawn, probability(node)))
         else:
-            given = (_argument(node, *each) for each in _OF_ATTENTION)
-            made = graph.call_function(_attention, (*node.args[:3], *given, drawn))
+            given = by_name(node)
+            del given["dropout_p"]
+            made = graph.call_function(_attention, (*given.values(), drawn))
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
@@ -183,14 +184,6 @@ def _take(node: fx.Node, drawn: fx.Node) -> None:
 def _erase_seed(node: fx.Node) -> None:
     if _seed(node) is not None:
         node.graph.erase_node(node.prev)
-
-
-_OF_ATTENTION = (
-    (3, "attn_mask", None),
-    (5, "is_causal", False),
-    (6, "scale", None),
-    (7, "enable_gqa", False),
-)
 
 
 def _dropped(x: Tensor, drawn: Tensor, p: float) -> Tensor:
@@ -237,7 +230,3 @@ def _seed(node: fx.Node) -> nn.Module | None:
     """Returns the module that is called right before to seed the generator, if there is one."""
     before, owner = node.prev, node.graph.owning_module
     return owner.get_submodule(str(before.target)) if owner and is_seed(before) else None
-
-
-def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)

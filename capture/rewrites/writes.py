@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pipedream.capture.rewrites.arguments import arguments
+
 _STATISTICS = ("running_mean", "running_var")
 """Arguments that norms change in training, though their schemas do not say so."""
 _IN_TRAINING = ("training", "train", "use_input_stats")
@@ -16,7 +18,7 @@ _IN_TRAINING = ("training", "train", "use_input_stats")
 
 def declared(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the values that an operator writes into, as its schema says."""
-    for argument, value in _arguments(node):
+    for argument, value in arguments(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
             values = value if isinstance(value, list | tuple) else [value]
             yield from (each for each in values if isinstance(each, fx.Node))
@@ -25,10 +27,10 @@ def declared(node: fx.Node) -> Iterator[fx.Node]:
 def written(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the values that an operator writes into, with the statistics of batch norms."""
     yield from declared(node)
-    known = [(argument.name, value) for argument, value in _arguments(node)]
+    known = [(argument.name, value) for argument, value in arguments(node)]
     if "backward" in str(node.target) or any(n in _IN_TRAINING and not v for n, v in known):
         return
-    for argument, value in _arguments(node):
+    for argument, value in arguments(node):
         silent = argument.alias_info is None and argument.name in _STATISTICS
         if silent and isinstance(value, fx.Node):
             yield value
@@ -119,7 +121,7 @@ def viewed(node: fx.Node) -> list[fx.Node]:
         return targets(node)
     if not isinstance(node.target, torch._ops.OpOverload):  # getitem of a tuple of views
         return list(node.all_input_nodes[:1])
-    shared = [value for argument, value in _arguments(node) if argument.alias_info is not None]
+    shared = [value for argument, value in arguments(node) if argument.alias_info is not None]
     return [value for value in shared if isinstance(value, fx.Node)]
 
 
@@ -127,11 +129,3 @@ def memory_of(node: fx.Node) -> int | None:
     """Returns an identity of the memory in the export; None for what is no tensor."""
     value = node.meta.get("val")
     return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
-
-
-def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """Yields what the schema of an operator says of each argument, and the argument."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        for index, argument in enumerate(node.target._schema.arguments):
-            is_positional = index < len(node.args) and not argument.kwarg_only
-            yield argument, node.args[index] if is_positional else node.kwargs.get(argument.name)
