@@ -111,6 +111,13 @@ def choose(request: Request) -> Outcome:
     )
 
 
+def outcome_at(request: Request, division: Division) -> Outcome | None:
+    """The outcome of this division; None if it does not fit or takes too long to simulate."""
+    trials = PlacedTrials(request)
+    trial = trials.tried(division)
+    return _outcome(request, trial, trials) if trial is not None and trial.fits else None
+
+
 def _with_split(request: Request, split: Split) -> Outcome:
     """The plan with the user's stages, whether or not they fit, and what they would take under
     other schedules. Raises UserError if the schedule does not allow them.

@@ -11,7 +11,9 @@ from math import inf
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.placement import Mesh, device_count
 from pipedream.optimizer.choose.bound import shared_out
+from pipedream.optimizer.choose.chooser import outcome_at
 from pipedream.optimizer.choose.tied import plan_shared
+from pipedream.optimizer.choose.trial import Trial
 from pipedream.optimizer.cli.asked.operators import parse_mesh
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.like import recorded_options
@@ -23,7 +25,7 @@ from pipedream.optimizer.compare.scaled import Scaled
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.sharding.least_work import least_seconds
-from pipedream.optimizer.sharding.mesh_search import best_plan, outcome_of, start
+from pipedream.optimizer.sharding.mesh_search import Found, best_plan, outcome_of, start
 from pipedream.optimizer.sharding.meshes import are_alike, meshes
 from pipedream.optimizer.sharding.table import beside
 from pipedream.optimizer.sharding.views import Views
@@ -123,7 +125,7 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
     """
     assert task.operators is not None
     best = None if isinstance(plain, UserError) else plain
-    alone = inf if best is None else seconds_of(best)
+    alone = _seconds_at_most(plain)
     least = least_seconds(task.request, task.operators)
     tried: dict[Mesh, float] = {}
     found: list[Planning] = []
@@ -152,11 +154,12 @@ def best_on_meshes(plain: Planning | UserError, task: Task, options: Options) ->
         raise plain
     if not tried:
         return _certified(best, least)
-    mixed = _mixed(best, plain, found, task, options)
+    plain, mixed = _mixed(best, plain, found, task, options)
+    alone = _seconds_at_most(plain)
     if mixed is not None and seconds_of(mixed) < alone * _WORTH_A_MESH:
         best = mixed
-    elif best.task.sharding is not None and not isinstance(plain, UserError):
-        best = plain  # faster only as long as what crosses between stages is not looked at
+    elif not isinstance(plain, UserError):
+        best = plain  # meshes were faster only as long as nobody looked at what crosses stages
     seconds = seconds_of(best) if best is mixed else None
     outcome = _certified(best, least).outcome
     notes = (*outcome.notes, beside(tried, alone, best.task.shardings, seconds))
@@ -182,29 +185,69 @@ def _certified(planning: Planning, least: float) -> Planning:
     return replace(planning, outcome=planning.outcome.predicting(lower_bound_seconds=bound))
 
 
-def _mixed(
+def _chosen(
     best: Planning,
     plain: Planning | UserError,
     found: Sequence[Planning],
     task: Task,
     options: Options,
-) -> Planning | None:
-    """The best plan whose stages may have different meshes, from the plans of one mesh for all, in
-    the schedule of the `best` of these; None if none can be simulated or fits.
+) -> Found | None:
+    """The best of plans whose stages may have different meshes, or none, from the plans of one mesh
+    for all, in the schedule of the `best` of these; None if none can be simulated or fits.
     """
-    schedule = best.task.request.schedule
-    alone = replace(task.request, schedule=schedule)
+    alone = replace(task.request, schedule=best.task.request.schedule)
     meshed = [(each.task.sharding, each.task.request) for each in found]
     views = Views.of(alone, [(own, teams) for own, teams in meshed if own is not None])
     plans = [each.outcome.plan for each in found]
     starts = [start(plan, number, views) for number, plan in enumerate(plans, start=1)]
     if not isinstance(plain, UserError):
         starts.append(start(plain.outcome.plan, 0, views))
-    assert task.operators is not None
     assert task.profile is not None
-    chosen = best_plan(views, task.profile, starts, options.intra_op in ("auto", "exact"))
-    if chosen is None or not any(chosen.trial.division.meshes):
-        return None
+    return best_plan(views, task.profile, starts, options.intra_op in ("auto", "exact"))
+
+
+def _improved(plain: Planning, trial: Trial, options: Options) -> Planning:
+    """The plan with workers of one device, or another such that was found beside meshes."""
+    outcome = outcome_at(plain.task.request, trial.division._replace(meshes=()))
+    if outcome is None:
+        return plain
+    before = plain.outcome
+    kept = replace(
+        outcome,
+        rivals=before.rivals,
+        schedules=before.schedules,
+        notes=before.notes,
+        considered=before.considered + outcome.considered,
+    )
+    other = planning_of(plain.task, options, kept)
+    return min(plain, other, key=seconds_of)
+
+
+def _mixed(
+    best: Planning,
+    plain: Planning | UserError,
+    found: Sequence[Planning],
+    task: Task,
+    options: Options,
+) -> tuple[Planning | UserError, Planning | None]:
+    """The plan with workers of one device, or a better one that was found beside meshes, and the
+    best plan whose stages may have different meshes, if that has any.
+    """
+    chosen = _chosen(best, plain, found, task, options)
+    if chosen is None:
+        return plain, None
+    if any(chosen.trial.division.meshes):
+        return plain, _on_meshes(chosen, best, found, task, options)
+    if isinstance(plain, UserError):
+        return plain, None
+    return _improved(plain, chosen.trial, options), None
+
+
+def _on_meshes(
+    chosen: Found, best: Planning, found: Sequence[Planning], task: Task, options: Options
+) -> Planning:
+    assert task.operators is not None
+    alone = replace(task.request, schedule=best.task.request.schedule)
     trial, views = chosen.trial, chosen.views
     request, outcome = outcome_of(trial, views, least_seconds(alone, task.operators))
     most_moves = MOST_MOVES if options.timeline else QUICK_MOVES
@@ -221,6 +264,10 @@ def _mixed(
     )
     solved = replace(task, request=request, undivided=alone, views=views, division=trial.division)
     return Planning(options, solved, solved.expanded(outcome), simulation)
+
+
+def _seconds_at_most(plain: Planning | UserError) -> float:
+    return inf if isinstance(plain, UserError) else seconds_of(plain)
 
 
 def seconds_of(planning: Planning) -> float:

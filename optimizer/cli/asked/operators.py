@@ -60,16 +60,38 @@ def _asks_for_operators(options: Options) -> str | None:
                 "--intra-op none divides no operators, which is what --mesh is for: leave one out"
             )
         return "--mesh"
-    return f"--intra-op {options.intra_op}" if options.intra_op not in ("auto", "none") else None
+    if options.intra_op in ("auto", "none"):
+        return None
+    told = told_stages(options)
+    if told is not None:
+        raise UserError(
+            f"--intra-op {options.intra_op} seeks the mesh of each stage, and {told} says what"
+            " stages are: give one --mesh for all, or leave one of them out"
+        )
+    return f"--intra-op {options.intra_op}"
 
 
 def _may_be_divided(options: Options) -> bool:
     """Whether --intra-op auto looks for shardings: not where the user says what the stages are, or
     takes another cost model.
     """
-    given = (options.split, options.replicas, options.order, options.straight)
     whole = options.optimizer == "muon"  # which sees no parts of a matrix
-    return not any(given) and not whole and options.cost_model in (None, DEFAULT_COST_MODEL)
+    return (
+        told_stages(options) is None
+        and not whole
+        and options.cost_model in (None, DEFAULT_COST_MODEL)
+    )
+
+
+def told_stages(options: Options) -> str | None:
+    """Returns the option by which the user says what stages are, if any."""
+    given = {
+        "--split": options.split,
+        "--replicas": options.replicas,
+        "--order": options.order,
+        "--straight": options.straight,
+    }
+    return next((name for name, value in given.items() if value), None)
 
 
 def parse_mesh(text: str) -> Mesh:

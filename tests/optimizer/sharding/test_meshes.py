@@ -242,6 +242,10 @@ def test_the_report_says_what_is_placed_how(folder: Path) -> None:
             ["--mesh", "2,2", "--intra-op", "propagate"],
             "which would all do the same: say which parameters are, with --shard",
         ),
+        (
+            ["--intra-op", "exact", "--straight"],
+            "--intra-op exact seeks the mesh of each stage, and --straight says what stages are",
+        ),
         (["--mesh", "2", "--intra-op", "none"], "--intra-op none divides no operators, which is"),
     ],
 )
