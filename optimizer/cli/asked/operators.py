@@ -27,6 +27,12 @@ def operators_asked(
             f"{asked}: divides matrices, and muon has to see them whole: leave"
             f" {asked.split()[0]} out, or give --optimizer adam"
         )
+    told = told_stages(options)
+    if asked and told and options.mesh is None:
+        raise UserError(
+            f"{asked} seeks the mesh of each stage, and {told} says what stages are: give one"
+            " --mesh for all, or leave one of them out"
+        )
     if options.intra_op == "none" or not (asked or _may_be_divided(options)):
         return None
     if profile is not None and profile.no_operators is not None and asked:
@@ -62,12 +68,6 @@ def _asks_for_operators(options: Options) -> str | None:
         return "--mesh"
     if options.intra_op in ("auto", "none"):
         return None
-    told = told_stages(options)
-    if told is not None:
-        raise UserError(
-            f"--intra-op {options.intra_op} seeks the mesh of each stage, and {told} says what"
-            " stages are: give one --mesh for all, or leave one of them out"
-        )
     return f"--intra-op {options.intra_op}"
 
 
