@@ -27,7 +27,7 @@ def operators_asked(
             f"{asked}: divides matrices, and muon has to see them whole: leave"
             f" {asked.split()[0]} out, or give --optimizer adam"
         )
-    told = told_stages(options)
+    told = _told_stages(options)
     if asked and told and options.mesh is None:
         raise UserError(
             f"{asked} seeks the mesh of each stage, and {told} says what stages are: give one"
@@ -66,9 +66,7 @@ def _asks_for_operators(options: Options) -> str | None:
                 "--intra-op none divides no operators, which is what --mesh is for: leave one out"
             )
         return "--mesh"
-    if options.intra_op in ("auto", "none"):
-        return None
-    return f"--intra-op {options.intra_op}"
+    return f"--intra-op {options.intra_op}" if options.intra_op not in ("auto", "none") else None
 
 
 def _may_be_divided(options: Options) -> bool:
@@ -77,13 +75,13 @@ def _may_be_divided(options: Options) -> bool:
     """
     whole = options.optimizer == "muon"  # which sees no parts of a matrix
     return (
-        told_stages(options) is None
+        _told_stages(options) is None
         and not whole
         and options.cost_model in (None, DEFAULT_COST_MODEL)
     )
 
 
-def told_stages(options: Options) -> str | None:
+def _told_stages(options: Options) -> str | None:
     """Returns the option by which the user says what stages are, if any."""
     given = {
         "--split": options.split,
