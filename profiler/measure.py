@@ -40,10 +40,12 @@ from pipedream.profiler.process_memory import process_memory
 from pipedream.profiler.stretches.full_pass import CannotCompile, passes, time_in_training
 from pipedream.profiler.timing.backward_split import backward_splits
 from pipedream.profiler.timing.contention import (
+    Contention,
+    contend,
     contention,
     is_contending_process,
-    run_contending_passes,
 )
+from pipedream.profiler.timing.operator_times import tasks_on
 from pipedream.profiler.timing.per_node import time_per_node, time_per_node_fake
 from pipedream.profiler.timing.times import Times
 from pipedream.profiler.timing.training_overheads import (
@@ -75,7 +77,8 @@ def measure(
         keep_freed_memory()
         alongside = None if settings.backend == AUTO else settings.backend
         with precision.computing():
-            run_contending_passes(passes(captured, inputs, settings.device, alongside))
+            work = passes(captured, inputs, settings.device, alongside)
+            contend(work, tasks_on(settings.device))
         sys.exit()
     try:
         with precision.computing():
@@ -84,7 +87,7 @@ def measure(
             if settings.device.type == "cpu" and not settings.meta:
                 process = process_memory(captured, inputs, kept)
             keep_freed_memory()
-            with contention(settings.workers - 1):
+            with contention(settings.workers - 1) as others:
                 times = _time(captured, inputs, loaded, kept, settings, progress)
                 if not loaded.recorded:  # what is recorded are programs
                     kept = _as_compiled(kept, times.saved_parts)
@@ -93,7 +96,7 @@ def measure(
                 summed = gradient_sum_rate(captured, settings.device)
                 read = reading_seconds(loaded, settings.batch_size, settings.device)
                 graph = timed_graph(captured, times)
-                found = _operators(captured, inputs, loaded, settings, graph)
+                found = _operators(captured, inputs, loaded, settings, graph, others)
     except CannotCompile as error:
         raise UserError(
             f"compile: {error}: measure and run it without (--compile none), or with another torch"
@@ -113,14 +116,19 @@ def measure(
 
 
 def _operators(
-    captured: Captured, inputs: Sequence[Tensor], loaded: Loaded, settings: Settings, graph: Graph
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    loaded: Loaded,
+    settings: Settings,
+    graph: Graph,
+    others: Contention,
 ) -> OperatorProfile | CannotDivide:
     """Returns the operators of the passes, or why they cannot be had."""
     precision = Precision(loaded.autocast, settings.device).computing()
     ending, shards = ending_of(loaded, captured), settings.shards
     of = captured, inputs, settings.batch_size, settings.device, precision, graph
     try:
-        return profile_operators(*of, *ending, shards=shards)
+        return profile_operators(*of, *ending, shards=shards, others=others)
     except CannotDivide as reason:
         return reason
 

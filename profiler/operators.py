@@ -19,6 +19,7 @@ from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import Operator, OperatorProfile, TimedOperator
 from pipedream.profiler.discovery.known import discover
 from pipedream.profiler.discovery.separate import Outcome
+from pipedream.profiler.timing.contention import Contention
 from pipedream.profiler.timing.local_operators import Shards, time_local_operators
 from pipedream.profiler.timing.operator_times import operator_seconds, time_alone, touched_bytes
 from pipedream.sharding.rules import RULES
@@ -82,9 +83,10 @@ def profile_operators(
     loss: LossEnd | None = None,
     target: Target | None = None,
     shards: Shards = None,
+    others: Contention | None = None,
 ) -> OperatorProfile:
-    """Traces the passes and divides the times of the nodes of `graph` among the operators. Other
-    arguments: see `trace`.
+    """Traces the passes and divides the times of the nodes of `graph` among the operators. `others`
+    do parts of operators at the same time. Other arguments: see `trace`.
 
     Raises CannotDivide, with one line, if the passes cannot be had as one graph.
     """
@@ -93,8 +95,9 @@ def profile_operators(
         traced = trace(captured, inputs, device, precision, loss, target)
         seconds = operator_seconds(traced.attributed, graph, device)
         alone = partial(time_alone, device=device, between=touched_bytes(traced.attributed.graph))
+        ways = alone, partial(alone, at_once=others)
         local_seconds = time_local_operators(
-            traced.attributed.graph, traced.attributed.nodes, seconds, shards, alone
+            traced.attributed.graph, traced.attributed.nodes, seconds, shards, *ways
         )
     except Exception as error:
         raise CannotDivide(in_one_line(error)) from error

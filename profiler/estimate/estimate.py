@@ -101,8 +101,9 @@ def _estimate(
         flops=flops_of(attributed.graph),
         estimated=_estimated(roofline, attributed.graph),
     )
+    alone = partial(_alone, roofline)
     local_seconds = time_local_operators(
-        *(attributed.graph, attributed.nodes, calls, settings.shards), partial(_alone, roofline)
+        attributed.graph, attributed.nodes, calls, settings.shards, alone, at_once=alone
     )
     operators = traced.profile(
         settings.batch_size, captured.graph.fingerprint, calls, local_seconds

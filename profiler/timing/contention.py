@@ -1,35 +1,60 @@
-"""Contention: other processes on the same machine that run the same model at the same time.
+"""Contention: other processes on the same machine that are at the same work at the same time.
 
 Workers on one machine share its caches, memory bandwidth and power, so a pass takes longer than it
-does on an otherwise idle machine.
+does on an otherwise idle machine. Stages of a pipeline are at different operators of the model;
+devices of a mesh are at the same one, so that two which stream through memory have half of it each.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from pipedream.graph.errors import UserError
 
-_PARENT = "PIPEDREAM_CONTENDING_WITH"
-"""Environment variable of a contending process: the process id of its parent."""
+_CONTENDING = "PIPEDREAM_CONTENDING"
+"""Environment variable of a contending process."""
+
+
+@dataclass(frozen=True)
+class Contention:
+    """The other processes: at passes of the model, until the first `begin`."""
+
+    processes: Sequence[subprocess.Popen[str]] = ()
+
+    def begin(self, task: str) -> None:
+        """Has all processes make ready for a task (a line of text), and waits until they are."""
+        self._tell(task)
+        for process in self.processes:
+            _wait(process)
+
+    def go(self) -> None:
+        """Has them do the task once."""
+        self._tell("")
+
+    def _tell(self, line: str) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
 
 
 @contextmanager
-def contention(count: int) -> Iterator[None]:
+def contention(count: int) -> Iterator[Contention]:
     """Runs `count` processes with the same command line inside this context.
 
     Raises UserError if one of them fails to start its passes.
     """
-    environment = {**os.environ, _PARENT: str(os.getpid())}
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "pipedream.profiler.cli", *sys.argv[1:]],
-            env=environment,
-            stdin=subprocess.DEVNULL,
+            env={**os.environ, _CONTENDING: "1"},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -38,27 +63,44 @@ def contention(count: int) -> Iterator[None]:
     ]
     try:
         for process in started:
-            assert process.stdout is not None
-            if not process.stdout.readline():
-                raise UserError(
-                    "--workers: one of the other processes could not run the model: there may be"
-                    " too little memory; give fewer"
-                )
-        yield
+            _wait(process)
+        yield Contention(started)
     finally:
         for process in started:
             process.kill()
-            process.communicate()
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    if not process.stdout.readline():
+        raise UserError(
+            "--workers: one of the other processes could not run the model: there may be"
+            " too little memory; give fewer"
+        )
 
 
 def is_contending_process() -> bool:
     """Tells whether `contention` of another process started this one."""
-    return _PARENT in os.environ
+    return _CONTENDING in os.environ
 
 
-def run_contending_passes(work: Callable[[], object]) -> None:
-    """Repeats `work` until the parent process kills this one or is gone."""
+def contend(work: Callable[[], object], made_ready: Callable[[str], Callable[[], object]]) -> None:
+    """Repeats `work` until the other process gives a task; then does the tasks that it gives, as
+    often as it says, until it is gone. `made_ready`: returns what does a task once.
+    """
     work()
-    print("at work", flush=True)
-    while str(os.getppid()) == os.environ[_PARENT]:
+    _answer()
+    while not select.select([sys.stdin], [], [], 0)[0]:
         work()
+    do: Callable[[], object] = work
+    for line in sys.stdin:
+        if task := line.strip():
+            do = made_ready(task)
+            _answer()
+        else:
+            do()
+
+
+def _answer() -> None:
+    print("ready", flush=True)

@@ -1,7 +1,7 @@
 """The operators that devices have where others are divided, timed as one device runs them.
 
-Collectives are left out. Whole operators are timed among their local ones, in the same way: a
-planner takes ratios (`sharding.local_times`).
+Collectives are left out. Whole operators are timed too: a planner takes ratios
+(`sharding.local_times`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ def time_local_operators(
     seconds: Mapping[str, float],
     shards: Shards,
     alone: Callable[..., Mapping[Operator, float | None]],
+    at_once: Callable[..., Mapping[Operator, float | None]],
 ) -> tuple[TimedOperator, ...]:
     """Returns the seconds of whole and of local operators, for so many devices.
 
     `nodes`, `seconds`: of the calls of the graph, by name. `alone`: gives the seconds of operators,
     `enough` of them for each; None for one that cannot be run by itself, which is left out.
+    `at_once`: the same of parts, which the devices of a mesh do at the same time.
     """
     of_operator: dict[Operator, float] = defaultdict(float)
     for call in graph.calls:
@@ -52,15 +54,14 @@ def time_local_operators(
         for operator, part in planned_parts(shards, graph, nodes):
             if operator in worth:
                 parts[operator][part] = None
-    wanted: dict[Operator, None] = {}
-    for operator, own in parts.items():
-        if own.keys() - {operator}:
-            wanted |= {operator: None, **own}
-    timed = alone(wanted, enough=_SECONDS)
+    divided = {operator: own for operator, own in parts.items() if own.keys() - {operator}}
+    wanted = dict.fromkeys(part for own in divided.values() for part in own)
+    timed = dict(alone(divided, enough=_SECONDS))
+    timed |= at_once([part for part in wanted if part not in divided], enough=_SECONDS)
     return tuple(
         TimedOperator(operator=operator, seconds=taken)
-        for operator in wanted
-        if (taken := timed[operator]) is not None
+        for operator, taken in timed.items()
+        if taken is not None
     )
 
 

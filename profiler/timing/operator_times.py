@@ -13,15 +13,18 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from pipedream.capture.programs.attribution import Attributed
 from pipedream.capture.programs.description import executable, execute
+from pipedream.graph.errors import ArtifactModel
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import Operator, OperatorGraph, TensorType
+from pipedream.profiler.timing.contention import Contention
 from pipedream.profiler.timing.stopping_rule import no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 
@@ -79,20 +82,65 @@ def seconds_alone(
 
 
 def time_alone(
-    operators: Iterable[Operator], device: torch.device, enough: float, between: int = 0
+    operators: Iterable[Operator],
+    device: torch.device,
+    enough: float,
+    between: int = 0,
+    at_once: Contention | None = None,
 ) -> dict[Operator, float | None]:
     """Returns the seconds of each operator by itself, the largest first; None for one that cannot
     be run so. `enough`: after so many seconds an operator is not repeated further. `between`: bytes
-    that a minibatch touches from one execution of an operator to the next.
+    that a minibatch touches from one execution of an operator to the next. `at_once`: processes
+    that do the same operator at the same time.
     """
     largest_first = sorted(operators, key=_bytes, reverse=True)
     watch, random = stopwatch(device, between), _RandomValues(device)
+    seconds = {}
     with no_garbage_collection():
-        return {each: _time(each, enough, watch, random) for each in largest_first}
+        for each in largest_first:
+            if at_once is not None:
+                at_once.begin(_Task(operator=each, between=between).model_dump_json())
+            seconds[each] = _time(each, enough, watch, random, at_once or Contention())
+    return seconds
+
+
+class _Task(ArtifactModel):
+    """What `time_alone` has other processes do at once."""
+
+    operator: Operator
+    between: int
+
+
+def tasks_on(device: torch.device) -> Callable[[str], Callable[[], None]]:
+    """Returns what makes such a process ready for a task; it does nothing where the operator cannot
+    be run by itself.
+    """
+    random = _RandomValues(device)
+
+    def made_ready(task: str) -> Callable[[], None]:
+        told = _Task.model_validate_json(task)
+        watch = stopwatch(device, told.between)
+        inputs = None
+        with suppress(Exception):
+            inputs = [random.like(type_) for type_ in told.operator.inputs]
+
+        def do() -> None:
+            if inputs is not None:
+                with suppress(Exception):
+                    execute(told.operator, inputs)
+                    watch.clear()
+
+        return do
+
+    return made_ready
 
 
 def _time(
-    operator: Operator, enough: float, watch: Stopwatch, random: _RandomValues
+    operator: Operator,
+    enough: float,
+    watch: Stopwatch,
+    random: _RandomValues,
+    at_once: Contention,
 ) -> float | None:
     """Returns the median of repeats, of which there is one at least, after one that does not count;
     `enough`: after so many seconds no further one begins. None if it cannot be run by itself.
@@ -106,6 +154,7 @@ def _time(
         end = time.monotonic() + enough
         while len(repeats) <= _REPEATS and (len(repeats) < 2 or time.monotonic() < end):
             watch.clear()
+            at_once.go()
             start = watch.mark()
             execute(operator, inputs)
             repeats.append(watch.seconds(start, watch.mark()))

@@ -103,7 +103,7 @@ def found(
     graph: OperatorGraph, seconds: Mapping[str, float], *shards: int
 ) -> dict[Operator, float]:
     alone = partial(time_alone, device=CPU)
-    timed = time_local_operators(graph, {}, seconds, shards, alone)
+    timed = time_local_operators(graph, {}, seconds, shards, alone, alone)
     assert len({each.operator for each in timed}) == len(timed)
     return {each.operator: each.seconds for each in timed}
 
