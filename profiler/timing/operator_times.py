@@ -28,7 +28,8 @@ from pipedream.profiler.timing.contention import Contention
 from pipedream.profiler.timing.stopping_rule import no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 
-_REPEATS = 5
+_REPEATS, _FEWEST = 5, 3
+"""Those that count. Of a large operator some take many times as long: the heap grows for it."""
 _SECONDS = 2.0
 """After so many, shared equally, an operator is not repeated further."""
 _OPAQUE = ("workspace", "reserve")
@@ -142,8 +143,8 @@ def _time(
     random: _RandomValues,
     at_once: Contention,
 ) -> float | None:
-    """Returns the median of repeats, of which there is one at least, after one that does not count;
-    `enough`: after so many seconds no further one begins. None if it cannot be run by itself.
+    """Returns the median of repeats, after one that does not count; `enough`: after so many seconds
+    there are no more than are needed. None if it cannot be run by itself.
     """
     repeats: list[float] = []
     # Whatever torch raises: some operators need certain values, and memory may be short.
@@ -152,7 +153,7 @@ def _time(
             return None
         inputs = [random.like(type_) for type_ in operator.inputs]
         end = time.monotonic() + enough
-        while len(repeats) <= _REPEATS and (len(repeats) < 2 or time.monotonic() < end):
+        while len(repeats) <= _REPEATS and (len(repeats) <= _FEWEST or time.monotonic() < end):
             watch.clear()
             at_once.go()
             start = watch.mark()
