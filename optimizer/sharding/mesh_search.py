@@ -126,12 +126,12 @@ def best_divisions(trials: MeshTrials, starts: Sequence[Division]) -> list[Trial
 
 def _with_more_in_flight(best: Trial, trials: MeshTrials, most: int) -> Trial:
     """The best of all that is known with as many minibatches in flight as help it, the fastest
-    first, until `most` is spent.
+    first, until `most` is spent. What they gain has no limit but the bound: behind slow links a
+    round trip of a minibatch takes many times as long as a stage.
     """
-    worth = best.seconds * _WORTH_EXPLORING
     known = (trial for trial in trials.known.values() if trial is not None and trial.fits)
     for trial in sorted(known, key=lambda each: each.seconds):
-        if trial.seconds > worth or trials.spent > most:
+        if trials.spent > most:
             break
         if trial.bound < best.seconds:
             settled = trials.settle(trial.division)
