@@ -1,11 +1,11 @@
-"""What do found shardings gain on two processes of this machine, and is it as expected?
+"""What do found shardings gain on two processes of this machine or more, and is it as expected?
 
-    python scripts/bench/meshes/found.py OUT [MODEL...] [--turns 3]
+    python scripts/bench/meshes/found.py OUT [MODEL...] [--turns 3] [--processes 2]
 
-Profiles each model with two workers at a time, measures the network, plans with `--intra-op none`
-and `auto`, and trains both plans as whole processes in turns. Prints how much longer updates take
-than their plans expect, and the gain. Runs last tens of seconds: in the first one the heap still
-grows, and where weights are large the bandwidth of memory that two processes have at once may
+Profiles each model with as many workers at a time, measures the network, plans with `--intra-op
+none` and `auto`, and trains both plans as whole processes in turns. Prints how much longer updates
+take than their plans expect, and the gain. Runs last tens of seconds: in the first one the heap
+still grows, and where weights are large the bandwidth of memory that two processes have at once may
 change by half for seconds on end, on a virtual machine.
 """
 
@@ -92,14 +92,15 @@ CASES: dict[str, dict[str, Any]] = {
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("models", nargs=-1, type=click.Choice(list(CASES)))
 @click.option("--turns", default=3, show_default=True)
+@click.option("--processes", default=2, show_default=True)
 @click.option("--again", is_flag=True, help="Plan and train again, with the profiles in OUT.")
-def main(out: Path, models: tuple[str, ...], turns: int, again: bool) -> None:
+def main(out: Path, models: tuple[str, ...], turns: int, processes: int, again: bool) -> None:
     os.environ |= {"PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1"}
     table = []
     for name in models or CASES:
         folder = out / name
         if not again:
-            profile(folder, CASES[name])
+            profile(folder, CASES[name], processes)
         for row in measured(name, folder, turns):
             table.append(row)
             print(*row.values(), sep=" | ", flush=True)
@@ -111,7 +112,7 @@ def main(out: Path, models: tuple[str, ...], turns: int, again: bool) -> None:
     print(f"plans: worst {plans['of auto'].abs().max():.1f} %")
 
 
-def profile(folder: Path, case: dict[str, Any]) -> None:
+def profile(folder: Path, case: dict[str, Any], processes: int) -> None:
     config = {
         "format": "pipedream-run/1",
         "microbatches": 2,
@@ -121,8 +122,10 @@ def profile(folder: Path, case: dict[str, Any]) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    measure_network(folder)
-    call("pd-profile", folder / "run.yaml", "-o", folder, "--workers", 2, "--shards", 2)
+    measure_network(folder, processes)
+    shards = ",".join(str(count) for count in (2, 4, 8) if count <= processes)
+    workers = ("--workers", processes, "--shards", shards)
+    call("pd-profile", folder / "run.yaml", "-o", folder, *workers)
 
 
 def measured(name: str, folder: Path, turns: int) -> list[dict[str, Any]]:

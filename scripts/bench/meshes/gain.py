@@ -82,12 +82,12 @@ def measured(model: str, folder: Path) -> Iterator[dict[str, str]]:
         yield row(runs, *(read_plan(folder / plan / "plan.json") for plan in ("one", "two")))
 
 
-def measure_network(folder: Path) -> None:
-    """Of two processes beside the passes of run.yaml, in FOLDER/network."""
-    launcher = [program("torchrun"), "--nproc-per-node", "2", "--no-python", program("pd-profile")]
-    network = [*launcher, folder / "run.yaml", "--network", "-o", folder / "network"]
+def measure_network(folder: Path, processes: int = 2) -> None:
+    """Of so many processes beside the passes of run.yaml, in FOLDER/network."""
+    launcher = [program("torchrun"), "--nproc-per-node", processes, "--no-python"]
+    measured = [program("pd-profile"), folder / "run.yaml", "--network", "-o", folder / "network"]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(list(map(str, network)), check=True, **silent)
+    subprocess.run(list(map(str, [*launcher, *measured])), check=True, **silent)
 
 
 def program(name: str) -> Path:
