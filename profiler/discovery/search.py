@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, combinations, islice, product
 
 from pipedream.capture.programs.trial import CannotTry, Trial
@@ -90,13 +91,14 @@ def _unread(operator: Operator, trial: Trial) -> set[int]:
 
 def _trials(operator: Operator) -> tuple[Operator, list[Trial]]:
     """Returns the operator in sizes with which it can be run, and trials of it."""
-    small = with_small_sizes(operator)
-    try:
-        return small, [Trial(small, seed) for seed in (0, 1)]
-    except CannotTry:
-        if small == operator or _elements(operator) > _MOST_SMALL_ELEMENTS:
-            raise
-    return operator, [Trial(operator, seed) for seed in (0, 1)]
+    sizes = [with_small_sizes(operator, False), with_small_sizes(operator)]
+    if _elements(operator) <= _MOST_SMALL_ELEMENTS:
+        sizes.append(operator)
+    *first, last = dict.fromkeys(sizes)
+    for each in first:
+        with suppress(CannotTry):
+            return each, [Trial(each, seed) for seed in (0, 1)]
+    return last, [Trial(last, seed) for seed in (0, 1)]
 
 
 def _outcome(strategy: Strategy, trials: Sequence[Trial]) -> Strategy | None:

@@ -19,10 +19,15 @@ _STRIDE = 2
 """So many times even a size that stays as it is."""
 
 
-def with_small_sizes(operator: Operator) -> Operator:
-    """Returns the operator on small inputs; its outputs may be of other sizes than it says."""
+def with_small_sizes(operator: Operator, products_of_small: bool = True) -> Operator:
+    """Returns the operator on small inputs; its outputs may be of other sizes than it says.
+
+    `products_of_small`: what is the product of two sizes that stay as they are stays so, too. Most
+    are so by chance: an image of 112 x 112 is 16 examples by a window of 7.
+    """
     types = [each for each in (*operator.inputs, *operator.outputs) if each is not None]
-    known = _small_sizes(size for type_ in types for size in type_.shape)
+    sizes = {size for type_ in types for size in type_.shape}
+    known = _small_sizes(sizes, 1 if products_of_small else _SMALL)
     arguments = tuple(_with_sizes(each, known) for each in operator.arguments)
     keywords = tuple((name, _with_sizes(each, known)) for name, each in operator.keywords)
     return operator.model_copy(
@@ -35,19 +40,21 @@ def with_small_sizes(operator: Operator) -> Operator:
     )
 
 
-def _small_sizes(sizes: Iterable[int]) -> dict[int, int]:
-    """Returns the small size of each; different ones stay different."""
+def _small_sizes(sizes: Iterable[int], above: int) -> dict[int, int]:
+    """Returns the small size of each; different ones stay different. The larger factor of what
+    counts as a product is `above` so much.
+    """
     known: dict[int, int] = {}
     fresh = count(_SMALL + 6, 4)  # halves are odd
-    for size in sorted(set(sizes)):
-        small = size if size <= _SMALL else _from_others(size, known)
+    for size in sorted(sizes):
+        small = size if size <= _SMALL else _from_others(size, known, above)
         while small is None or (small in known.values() and size > _SMALL):
             small = next(fresh)
         known[size] = small
     return known
 
 
-def _from_others(size: int, known: Mapping[int, int]) -> int | None:
+def _from_others(size: int, known: Mapping[int, int], above: int) -> int | None:
     """Returns the small size of a multiple, or of a product, of known ones."""
     for factor in range(2, _LARGEST_FACTOR + 1):
         base = size // factor
@@ -55,7 +62,7 @@ def _from_others(size: int, known: Mapping[int, int]) -> int | None:
             return factor * known[base]
     for one in sorted(known, reverse=True):
         other = size // one if one and size % one == 0 else 0
-        if other in known and 1 < other < one:
+        if other in known and 1 < other < one and one > above:
             return known[one] * known[other]
     return None
 
