@@ -19,7 +19,7 @@ from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import Operator, OperatorProfile, TimedOperator
 from pipedream.profiler.discovery.known import discover
 from pipedream.profiler.discovery.separate import Outcome
-from pipedream.profiler.timing.contention import Contention
+from pipedream.profiler.timing.contention import ALONE, Contention
 from pipedream.profiler.timing.local_operators import Shards, time_local_operators
 from pipedream.profiler.timing.operator_times import operator_seconds, time_alone, touched_bytes
 from pipedream.sharding.rules import RULES
@@ -83,7 +83,7 @@ def profile_operators(
     loss: LossEnd | None = None,
     target: Target | None = None,
     shards: Shards = None,
-    others: Contention | None = None,
+    others: Contention = ALONE,
 ) -> OperatorProfile:
     """Traces the passes and divides the times of the nodes of `graph` among the operators. `others`
     do parts of operators at the same time. Other arguments: see `trace`.

@@ -44,6 +44,9 @@ class Contention:
             process.stdin.flush()
 
 
+ALONE = Contention()
+
+
 @contextmanager
 def contention(count: int) -> Iterator[Contention]:
     """Runs `count` processes with the same command line inside this context.

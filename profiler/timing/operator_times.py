@@ -24,7 +24,7 @@ from pipedream.capture.programs.description import executable, execute
 from pipedream.graph.errors import ArtifactModel
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import Operator, OperatorGraph, TensorType
-from pipedream.profiler.timing.contention import Contention
+from pipedream.profiler.timing.contention import ALONE, Contention
 from pipedream.profiler.timing.stopping_rule import no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 
@@ -87,7 +87,7 @@ def time_alone(
     device: torch.device,
     enough: float,
     between: int = 0,
-    at_once: Contention | None = None,
+    at_once: Contention = ALONE,
 ) -> dict[Operator, float | None]:
     """Returns the seconds of each operator by itself, the largest first; None for one that cannot
     be run so. `enough`: after so many seconds an operator is not repeated further. `between`: bytes
@@ -99,9 +99,8 @@ def time_alone(
     seconds = {}
     with no_garbage_collection():
         for each in largest_first:
-            if at_once is not None:
-                at_once.begin(_Task(operator=each, between=between).model_dump_json())
-            seconds[each] = _time(each, enough, watch, random, at_once or Contention())
+            at_once.begin(_Task(operator=each, between=between).model_dump_json())
+            seconds[each] = _time(each, enough, watch, random, at_once)
     return seconds
 
 
@@ -121,15 +120,14 @@ def tasks_on(device: torch.device) -> Callable[[str], Callable[[], None]]:
     def made_ready(task: str) -> Callable[[], None]:
         told = _Task.model_validate_json(task)
         watch = stopwatch(device, told.between)
-        inputs = None
+        inputs: list[Tensor] = []
         with suppress(Exception):
             inputs = [random.like(type_) for type_ in told.operator.inputs]
 
         def do() -> None:
-            if inputs is not None:
-                with suppress(Exception):
-                    execute(told.operator, inputs)
-                    watch.clear()
+            with suppress(Exception):
+                execute(told.operator, inputs)
+                watch.clear()
 
         return do
 

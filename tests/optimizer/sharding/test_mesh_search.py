@@ -42,9 +42,9 @@ from pipedream.optimizer.sharding.views import Views
 from pipedream.runtime.run.job import Job
 
 
-def profiled(folder: Path, model: str, **changes: object) -> None:
+def profiled(folder: Path, model: str, command: list[str] = PROFILE, **changes: object) -> None:
     write_config(folder, model, microbatches=2, evaluate_every=None, **changes)
-    done = typed(folder, PROFILE)
+    done = typed(folder, command)
     assert done.code == 0, done.error
 
 
@@ -103,9 +103,8 @@ def test_one_mesh_for_all_takes_what_teams_take(tmp_path: Path) -> None:
 def perceptron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Estimated, not measured: what the search finds does not depend on the hour."""
     folder = tmp_path_factory.mktemp("perceptron")
-    write_config(folder, "Perceptron", microbatches=2, evaluate_every=None, dtype="float32")
-    done = typed(folder, ["pd-profile", "run.yaml", "--for", "cpu", "-o", "."])
-    assert done.code == 0, done.error
+    estimate = ["pd-profile", "run.yaml", "--for", "cpu", "-o", "."]
+    profiled(folder, "Perceptron", estimate, dtype="float32")
     return folder
 
 
