@@ -194,9 +194,14 @@ class Stage(ArtifactModel):
     """What that takes for a minibatch in each direction, beside the passes."""
 
     @property
+    def by_node(self) -> bool:
+        """Tells whether it is settled for each node what is kept for its backward pass."""
+        return self.offload or bool(self.recomputed_nodes)
+
+    @property
     def by_autograd(self) -> bool:
         """Tells whether its passes have to be those of autograd, neither compiled nor divided."""
-        return self.offload or bool(self.recomputed_nodes)
+        return self.by_node and self.mesh is None
 
     @property
     def recomputes_all(self) -> bool:
@@ -240,10 +245,8 @@ class Stage(ArtifactModel):
         for name in self.recomputed_nodes:
             if name not in self.nodes:
                 raise ValueError(f"stage {self.stage} recomputes node {name}, not one of its own")
-        if self.mesh is not None and self.by_autograd:
-            raise ValueError(
-                f"stage {self.stage} is on a mesh, where recompute is true or false, offload false"
-            )
+        if self.mesh is not None and self.offload:
+            raise ValueError(f"stage {self.stage} is on a mesh, where offload is false")
         if self.offload and self.recompute:
             raise ValueError(f"stage {self.stage} has offload and recompute: choose one")
         return self
@@ -532,7 +535,7 @@ class Plan(DraftPlan):
         self._check_ranks()
         if self.order not in (None, *WHOLE_ORDERS):
             for stage in self.stages:
-                if stage.by_autograd:
+                if stage.by_node:
                     raise ValueError(
                         f"stage {stage.stage} recomputes single nodes, or has offload: order"
                         f" {self.order} divides backward passes, where recompute is true or false"

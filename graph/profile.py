@@ -574,7 +574,8 @@ class Footprint:
     the node's backward pass allocates on top of that: gradients of outputs, inputs and parameters,
     and scratch memory. `input_bytes`: the size of an input of the model. `bases`: what an optimizer
     with basis_rotation keeps for its parameters in addition, `finding` what it needs to find those
-    of one parameter.
+    of one parameter. `drawn`: of `saved`, random numbers, which cannot be made again, where that is
+    known.
     """
 
     saved: float
@@ -583,6 +584,7 @@ class Footprint:
     programs: float | None = None
     bases: float = 0.0
     finding: float = 0.0
+    drawn: float = 0.0
 
     @property
     def in_programs(self) -> Footprint:

@@ -124,6 +124,12 @@ def node_of_calls(graph: OperatorGraph, traced: Joint) -> dict[str, str]:
     return {name: node for name, (node, _) in _labels_of(graph, traced).items()}
 
 
+def node_of(operator: fx.Node) -> str | None:
+    """Returns the graph node of an operator of a labelled trace; None for what is no operator."""
+    label: tuple[str, bool] | None = operator.meta.get(_LABEL)
+    return None if label is None else label[0]
+
+
 def _labels_of(graph: OperatorGraph, traced: Joint) -> dict[str, tuple[str, bool]]:
     nodes = {node.name: node for node in traced.module.graph.nodes}
     return {call.name: nodes[call.name].meta[_LABEL] for call in graph.calls}

@@ -20,6 +20,7 @@ What is subtracted is linear in x': a batch norm in evaluation with another weig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -45,6 +46,7 @@ class DividedBatchNorm:
         self.local, self.add_up = local, add_up
         self.count = elements_of_a_channel(whole)
         self.dtype = _dtype(summed_types(whole)[0])
+        self.updates = True
         self.__name__ = self.__qualname__ = "divided_batch_norm"
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -52,6 +54,12 @@ class DividedBatchNorm:
         arguments, _ = read_arguments(self.local, inputs)
         results = (self._backward if backward else self._forward)(*arguments)
         return tuple(map(_converted, results, self.local.outputs))
+
+    def without_statistics(self) -> DividedBatchNorm:
+        """Returns the same, which leaves running statistics as they are: to run once more."""
+        other = copy(self)
+        other.updates = False
+        return other
 
     def like(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Returns tensors like those that it gives for such inputs. The local operator cannot tell:
@@ -75,8 +83,9 @@ class DividedBatchNorm:
         local_mean, local_variance = _statistics(data, self.dtype)
         mean = self.add_up(0, local_mean * local_count) / count
         squares = self.add_up(1, (local_variance + (local_mean - mean).square()) * local_count)
-        _update(running_mean, mean, momentum)
-        _update(running_var, squares / (count - 1), momentum)
+        if self.updates:
+            _update(running_mean, mean, momentum)
+            _update(running_var, squares / (count - 1), momentum)
         variance = squares / count
         known = mean, variance, False, 0.0, eps
         output = torch.native_batch_norm(data, self._exact(weight), self._exact(bias), *known)[0]

@@ -66,8 +66,8 @@ def split_passes(joint: Joint) -> SplitPasses:
     order = {node: place for place, node in enumerate(joint.module.graph.nodes)}
     gradients = [node for node in joint.input_gradients if node is not None]
     learned = {name: node for name, node in joint.weight_gradients.items() if node is not None}
-    forward = _before([*joint.outputs, *writes(joint)])
-    inputs = _before(gradients) - forward
+    forward = computed_by([*joint.outputs, *writes(joint)])
+    inputs = computed_by(gradients) - forward
     weights = _by_weight(forward | inputs, dict(sorted(learned.items(), key=lambda e: order[e[1]])))
     later = _needed(weights.values()) | set(learned.values())
 
@@ -91,7 +91,7 @@ def _by_weight(done: Set[fx.Node], learned: Mapping[str, fx.Node]) -> dict[str, 
     """Returns what is computed for each gradient and not done before or for another one."""
     members: dict[str, Set[fx.Node]] = {}
     for name, gradient in learned.items():
-        members[name] = _before([gradient]) - done
+        members[name] = computed_by([gradient]) - done
         done |= members[name]
     return members
 
@@ -122,24 +122,24 @@ def writes(joint: Joint) -> list[fx.Node]:
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in joint.module.graph.nodes:
         for target in written(node):
-            ends += [*readers.get(_memory(target), ()), node]
+            ends += [*readers.get(memory_of(target), ()), node]
         for source in node.all_input_nodes:
-            readers.setdefault(_memory(source), []).append(node)
+            readers.setdefault(memory_of(source), []).append(node)
         if is_draw(node):
             ends.append(node)
-    if not set(joint.tangents).isdisjoint(_needed([_before(ends)])):
+    if not set(joint.tangents).isdisjoint(_needed([computed_by(ends)])):
         raise CannotDivide("the backward pass needs a buffer that the forward pass writes into")
     return ends
 
 
-def _memory(node: fx.Node) -> fx.Node:
+def memory_of(node: fx.Node) -> fx.Node:
     """Returns the value whose memory a view shows."""
     while node.op == "call_function" and shares(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
-def _before(ends: Iterable[fx.Node]) -> set[fx.Node]:
+def computed_by(ends: Iterable[fx.Node]) -> set[fx.Node]:
     """Returns the operators that these values are computed by.
 
     Of an operator with several results all are taken apart at once: a tuple would hold each of them

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from pipedream.capture.rewrites.arguments import arguments
 
-_STATISTICS = ("running_mean", "running_var")
+STATISTICS = ("running_mean", "running_var")
 """Arguments that norms change in training, though their schemas do not say so."""
 _IN_TRAINING = ("training", "train", "use_input_stats")
 
@@ -31,7 +31,7 @@ def written(node: fx.Node) -> Iterator[fx.Node]:
     if "backward" in str(node.target) or any(n in _IN_TRAINING and not v for n, v in known):
         return
     for argument, value in arguments(node):
-        silent = argument.alias_info is None and argument.name in _STATISTICS
+        silent = argument.alias_info is None and argument.name in STATISTICS
         if silent and isinstance(value, fx.Node):
             yield value
 

@@ -58,7 +58,8 @@ class TrainingSettings:
     late, which is as many as there are older versions. With `basis_rotation` it keeps bases, of
     which the footprints know. `gaps`, of nodes by name: what the allocator adds to the bytes of one
     minibatch, and of further ones in flight, relative to these; `read_ahead`: minibatches that are
-    read before they are asked for.
+    read before they are asked for. `programs`: a backward pass computes gradients of weights last,
+    and so makes again at once what single nodes do.
     """
 
     schedule: ScheduleName = "weight-stashing"
@@ -67,6 +68,7 @@ class TrainingSettings:
     corrections: frozenset[Correction] = frozenset()
     gaps: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     read_ahead: int = 0
+    programs: bool = False
 
     def policy(self, replicas: Sequence[int], max_in_flight: Sequence[int] | None = None) -> Policy:
         most = None if max_in_flight is None else tuple(max_in_flight)
@@ -208,7 +210,8 @@ class MemoryModel:
             table = self._saved_by_classes[number]
             freed = table - table[:, start, None]
             saved, *others = self._varying_parts(start, every)
-            again = np.minimum(self.classes.made_again[number], freed)
+            most = math.inf if self.settings.programs else self.classes.made_again[number]
+            again = np.minimum(most, freed)
             saved[:-1] += again - freed
             varying = np.asarray(sum((saved, *others))).max(axis=0)
             first, further = self._shares(start, every)
@@ -298,11 +301,14 @@ class MemoryModel:
             return varying, saved[:, 0]
         inside = self.cuts.nodes(start, end)
         moments, last = self._moment, len(saved) - 1
-        freed, made = np.zeros(last), np.zeros(last)
+        freed = np.zeros(last)
         np.add.at(freed, moments[list(recompute)], self.classes.nodes.saved_bytes[list(recompute)])
-        freed = np.append(np.cumsum(freed), 0.0)
-        np.maximum.at(made, moments[list(inside)], self.classes.nodes.made_again(inside, recompute))
-        made = np.minimum(np.append(made, 0.0), freed)
+        made = freed = np.append(np.cumsum(freed), 0.0)
+        if not self.settings.programs:
+            made = np.zeros(last)
+            again = self.classes.nodes.made_again(inside, recompute)
+            np.maximum.at(made, moments[list(inside)], again)
+            made = np.minimum(np.append(made, 0.0), freed)
         return ((saved[:, 0] - freed + made)[:, None], gradients, workspace), made
 
     @cached_property

@@ -187,15 +187,17 @@ class PlanningGraph:
         if self.footprints is None:
             return self._sums({n: node.output_bytes for n, node in self.graph.nodes.items()})
         returned = np.array([not readers for readers in self.consumers])
-        return self.own_saved_bytes + np.where(returned, self.output_bytes, 0.0)
+        drawn = self._sums({name: each.drawn for name, each in self.footprints.items()})
+        return self.own_saved_bytes + drawn + np.where(returned, self.output_bytes, 0.0)
 
     @cached_property
     def own_saved_bytes(self) -> Floats:
-        """The same without what a loss saves."""
+        """The same without what a loss saves, and random numbers: what can be made again."""
         if self.footprints is None:
             read = np.array([bool(readers) for readers in self.consumers])
             return np.where(read, self.saved_bytes, 0.0)
-        return self._sums({name: each.saved for name, each in self.footprints.items()})
+        made = {name: each.saved - each.drawn for name, each in self.footprints.items()}
+        return self._sums(made)
 
     @cached_property
     def workspace_bytes(self) -> Floats:

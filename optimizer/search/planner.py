@@ -161,7 +161,7 @@ def _best_of_all(cuts: Cuts, request: Request, best: _Best) -> Outcome:
     memory, solution, _ = best
     check_versions(memory, request, solution)
     outcome = make_outcome(memory, request, solution, solution.cost, exact=True)
-    if any(stage.by_autograd for stage in outcome.plan.stages):
+    if any(stage.by_node for stage in outcome.plan.stages):
         bound = throughput_bound(
             cuts.graph, request.cluster, request.cost_model, request.rules.straight
         )
@@ -312,7 +312,7 @@ def plan_latency(request: Request, goal: Latency, most_cuts: int | None) -> Outc
     outcome = make_outcome(memory, request, solution, slowest, exact=False)
     seconds = outcome.batch_seconds(goal)
     bound = solution.bound
-    rounded = any(stage.by_autograd for stage in outcome.plan.stages)
+    rounded = any(stage.by_node for stage in outcome.plan.stages)
     if rounded:  # as in `_best_of_all`
         bound = latency_bound(graph, cluster, model, straight, goal.microbatches)
     elif bins is not None:

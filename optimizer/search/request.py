@@ -117,6 +117,7 @@ class Request:
     - `process`: what a process holds beside its tensors, if that was measured;
     - `groups`: of nodes, that no plan cuts;
     - `hurried`: teams of many devices, which are searched as quickly as these;
+    - `programs`: stages run as programs, as on meshes;
     - `views`: what has been worked out of graphs, which requests made by `replace` share.
     """
 
@@ -146,6 +147,7 @@ class Request:
     process: ProfiledProcess | None = None
     groups: tuple[tuple[str, ...], ...] = ()
     hurried: bool = False
+    programs: bool = False
     views: GraphViews = field(default_factory=GraphViews, repr=False, compare=False)
 
     def priced_as(self, graph: Graph, footprints: Mapping[str, Footprint] | None) -> Request:
@@ -211,7 +213,10 @@ class Request:
     def settings(self) -> TrainingSettings:
         batch = self.latency and self.latency.microbatches
         microbatches = self.microbatches or batch or MICROBATCHES
-        settings = TrainingSettings(self.schedule, self.optimizer, microbatches, self.corrections)
+        settings = TrainingSettings(
+            *(self.schedule, self.optimizer, microbatches, self.corrections),
+            programs=self.programs,
+        )
         if self.process is None:
             return settings
         return replace(settings, gaps=self._gaps, read_ahead=READ_AHEAD)

@@ -56,15 +56,14 @@ def team_footprints(
     footprints: Mapping[str, Footprint], sharding: ModelSharding
 ) -> dict[str, Footprint]:
     """What each node saves for the backward pass, and what that allocates, on one device."""
-    saved, allocated = _saved_shares(sharding), _allocated_shares(sharding)
-    return {
-        name: replace(
-            each.in_programs,
-            saved=each.in_programs.saved * saved.get(name, 1.0),
-            workspace=each.workspace * allocated.get(name, 1.0),
-        )
-        for name, each in footprints.items()
-    }
+    shares, allocated = _saved_shares(sharding), _allocated_shares(sharding)
+    drawn, found = _drawn_bytes(sharding), dict[str, Footprint]()
+    for name, each in footprints.items():
+        saved = each.in_programs.saved * shares.get(name, 1.0)
+        workspace = each.workspace * allocated.get(name, 1.0)
+        own = {"saved": saved, "drawn": min(saved, drawn[name]), "workspace": workspace}
+        found[name] = replace(each.in_programs, **own)
+    return found
 
 
 def expand(plan: Plan, stages: Sequence[DividedStage], profile: Profile) -> Plan:
@@ -162,6 +161,22 @@ def _saved_shares(sharding: ModelSharding) -> dict[str, float]:
         size = held_region(types[value].shape, sharding.mesh, placements, 0).size
         own[makers[value]] += size * types[value].element_bytes
     return {node: own[node] / size for node, size in whole.items() if size}
+
+
+def _drawn_bytes(sharding: ModelSharding) -> Counter[str]:
+    """By node: the random numbers that its operators read, which each device has whole."""
+    graph, nodes = sharding.assignment.graph, sharding.profile.nodes
+    drawn = {each.value for each in graph.inputs if each.role == "draw"}
+    read = {
+        (nodes[call.name], value)
+        for call in graph.calls
+        if call.name not in sharding.backward
+        for value in drawn.intersection(call.reads)
+    }
+    types, found = graph.types(), Counter[str]()
+    for node, value in read:
+        found[node] += math.prod(types[value].shape) * types[value].element_bytes
+    return found
 
 
 def _allocated_shares(sharding: ModelSharding) -> dict[str, float]:

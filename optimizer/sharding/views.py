@@ -75,7 +75,7 @@ class Views:
             }
         request = self.request
         if any(division.meshes):  # as in `of_teams`
-            request = replace(request, selective=False)
+            request = replace(request, programs=True, host_bandwidth=None)
         return request.priced_as(request.graph.with_figures(nodes), footprints)
 
     def divided(self, division: Division) -> list[DividedStage]:
@@ -99,6 +99,7 @@ def of_teams(request: Request, profile: Profile, sharding: ModelSharding) -> Req
         graph=team_graph(request.graph, profile, sharding),
         cluster=sharding.teams,
         footprints=None if footprints is None else team_footprints(footprints, sharding),
-        selective=False,  # on meshes stages run as programs
+        programs=True,
+        host_bandwidth=None,  # nothing moves what programs save
         hurried=request.has_many_devices,
     )

@@ -33,7 +33,7 @@ from pipedream.sharding.rules.strategy import Strategy, replicated
 class PlannedPasses:
     """`device`: of the `mesh`; `names`: of the model's parameters and buffers: other buffers of a
     form are constants. `same_passes`: whether the first passes have the operators that the plan was
-    made for, or may end in another loss.
+    made for, or may end in another loss; `recomputed_nodes`: of the graph.
     """
 
     stage: int
@@ -44,6 +44,7 @@ class PlannedPasses:
     flops_per_second: float | None
     operators: Sequence[NodeStrategies]
     same_passes: bool
+    recomputed_nodes: Sequence[str]
 
     @staticmethod
     def of(
@@ -61,6 +62,7 @@ class PlannedPasses:
             None if texts is None else texts.flops_per_second,
             () if texts is None else texts.operators,
             same_passes,
+            planned.recomputed_nodes,
         )
 
     def assignment(

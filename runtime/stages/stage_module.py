@@ -119,7 +119,7 @@ class StageModule:
             again, selective = plan.stages[stage].recomputed_nodes, None
             if plan.stages[stage].by_autograd:
                 refuse_selective(stage, backend)
-            if again:
+            if again and plan.stages[stage].mesh is None:
                 selective = SelectiveRun(piece, again, captured.owner, rng, precision)
             run = make_compute(piece, precision, backend, selective)
         program = StageProgram(piece, precision, backend, ends, nodes=GraphNodes.of(captured))

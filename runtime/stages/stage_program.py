@@ -18,6 +18,7 @@ from pipedream.capture.programs.joint import CannotDivide, End, Joint, joint
 from pipedream.capture.programs.localize import Redistribution
 from pipedream.capture.programs.loss_end import LOSS, LossEnd, Target
 from pipedream.capture.programs.program import Program
+from pipedream.capture.programs.recomputing import recompute
 from pipedream.capture.segment import Segment
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import BY_GROUPS
@@ -170,6 +171,7 @@ class StageProgram:
         if self.sharding is None:
             self.sharding = ShardedStage.of(planned, assignment)
         local = self.sharding.localized(passes, assignment, inputs, outputs, self.crossings)
+        recompute(local, planned.recomputed_nodes)
         constants = self.sharding.constants(assignment, self.piece.module)
         return NamedProgram(Program(local, self._compiled), inputs, outputs, constants)
 

@@ -145,7 +145,6 @@ def broken_stage(**fields: object) -> dict[str, object]:
     ("fields", "whole", "reason"),
     [
         ({"recompute": ["c"]}, {}, "recomputes node c, not one of its own"),
-        ({"recompute": ["a"], "mesh": [2]}, {}, "on a mesh"),
         ({"offload": True, "mesh": [2]}, {}, "on a mesh"),
         ({"recompute": ["a"]}, {"order": "zb-h1"}, "order zb-h1 divides"),
         ({"offload": True}, {"order": "zb-h1"}, "order zb-h1 divides"),

@@ -106,8 +106,9 @@ layers = st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(1, 9))
     st.floats(0.2, 1),
     st.booleans(),
     st.integers(1, 3),
+    st.booleans(),
 )
-def test_what_the_search_assumes_can_be_had(chain, in_flight, share, last, replicas):
+def test_what_the_search_assumes_can_be_had(chain, in_flight, share, last, replicas, programs):
     """The stage that is written needs no more seconds and no more bytes than the search counted;
     all figures lie between those of keeping all and of recomputing all. Several replicas divide the
     optimizer's state first, where that helps.
@@ -115,7 +116,7 @@ def test_what_the_search_assumes_can_be_had(chain, in_flight, share, last, repli
     graph = planning(chain, parameters=4.0)
     cuts = Cuts(graph, [(1 << end) - 1 for end in range(len(graph) + 1)])
     gaps = dict.fromkeys(graph.names[::2], (0.5, 0.25))
-    memory = MemoryModel(cuts, TrainingSettings("flush", "adam", gaps=gaps))
+    memory = MemoryModel(cuts, TrainingSettings("flush", "adam", gaps=gaps, programs=programs))
     peak = Peak(in_flight, 1)
     for start in range(0, len(graph), 2):
         ends = slice(start + 1, len(graph) + 1)
@@ -156,6 +157,27 @@ def test_single_nodes_only_where_they_are_allowed():
         (2,),
     )
     assert MemoryLimit(most + 1, memory, "auto", selective=True).chosen(0, 1, peak, False) is False
+
+
+def test_programs_make_all_again_at_once():
+    """They compute the gradients of weights last, which may need any of it: so only minibatches
+    that wait keep less.
+    """
+    graph = planning([(1, 8, 8), (3, 8, 8), (1, 8, 8), (1, 0, 8)])
+    cuts = Cuts(graph, [0, 15])
+    by_autograd, programs = (
+        MemoryModel(cuts, TrainingSettings("flush", programs=own)) for own in (False, True)
+    )
+    nodes, ends = (0, 2), slice(1, 2)
+    for in_flight in (1, 3):
+        peak = Peak(in_flight, 1)
+        plain = programs.total(0, ends, peak, False)[0]
+        found = programs.of(0, 1, peak, nodes)
+        assert found.total == plain - (in_flight - 1) * 16
+        assert found.recomputed == 16
+        assert by_autograd.of(0, 1, peak, nodes).total == found.total - 8, "one after the other"
+        bound = programs.without_classes(0, ends, peak, 0)[0]
+        assert bound == plain - (in_flight - 1) * 8
 
 
 def test_the_state_is_divided_before_single_nodes_run_again_or_move():

@@ -285,16 +285,17 @@ def test_a_stage_is_divided_for_itself(perceptron: Path) -> None:
 
 
 @pytest.mark.slow
-def test_beside_meshes_no_single_nodes_are_recomputed(perceptron: Path) -> None:
-    """Stages on meshes run as programs: the plan of a model too large for its devices was invalid,
-    and the search ended in a traceback.
-    """
+def test_stages_on_meshes_run_as_programs(perceptron: Path) -> None:
+    """What they make again is there at once, and nothing is moved to the host."""
     task = task_of(perceptron, "4", "200MB")
     assert task.request.selective
+    task = replace(task, request=replace(task.request, host_bandwidth=1e9))
     views = views_of(task, ((2,),))
     divided = with_teams(views, (1,), (Team(0, 1), Team(1, 1)))
     alone = with_teams(views, (1,), (Team(0, 2), Team(0, 2)))
     assert divided is not None
     assert alone is not None
-    assert not views.priced(divided).selective
-    assert views.priced(alone).selective
+    assert views.priced(divided).settings.programs
+    assert views.priced(divided).host_bandwidth is None
+    assert not views.priced(alone).settings.programs
+    assert views.priced(alone).host_bandwidth == 1e9

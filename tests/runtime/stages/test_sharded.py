@@ -199,6 +199,28 @@ def test_recomputation(tmp_path: Path, model: str, changes: dict[str, object]) -
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("Perceptron", {"optimizer": ADAM}),
+        ("Fused", {"optimizer": ADAM}),
+        ("Convolutions", {"optimizer": SLOW}),
+        ("resnet18", {"optimizer": SLOW, "drop_last": False}),
+    ],
+)
+@pytest.mark.parametrize("again", [1, 2])
+def test_recomputation_of_single_nodes(
+    tmp_path: Path, model: str, changes: dict[str, object], again: int
+) -> None:
+    """All, or every second, with dropout, and batch norms whose statistics are not to be updated
+    twice, by one device or by those that divide the batch: as autograd does it on one device.
+    """
+    values = BATCH if model == "Convolutions" else {}
+    case = Case("recomputing", (1, 1), PAIR, again=again, changes=changes, values=values)
+    assert_alike(tmp_path, model, [case, replace(case, name="without", again=0)])
+
+
+@pytest.mark.thorough
 def test_autocast(tmp_path: Path) -> None:
     """bfloat16 has eight bits: sums in another order differ by some thousandths."""
     changes = {"dtype": "float32", "autocast": "bfloat16", "evaluate_every": None}

@@ -65,6 +65,9 @@ class Case:
     meshes: Sequence[Mesh | None] = ((2,),)
     schedule: str = "flush"
     recompute: Collection[int] = ()
+    """These stages."""
+    again: int = 0
+    """In other stages every so-and-so-many-th node runs again."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
     """Placements of values, in every stage."""
@@ -111,7 +114,9 @@ def captured(model: str, dtype: torch.dtype = torch.float32) -> Captured:
 def sharded_plan(model: str, case: Case, whole: Captured) -> Plan:
     """The stages have about as many nodes each. Ranks in order."""
     graph, stages = whole.graph, len(case.replicas)
-    made = make_plan(graph, pieces(graph, stages), case.replicas, case.schedule, case.recompute)
+    again = graph.order[:: case.again] if case.again else ()
+    own = case.replicas, case.schedule, case.recompute, again
+    made = make_plan(graph, pieces(graph, stages), *own)
     sizes = [device_count(mesh or ()) for mesh in case.meshes]
     counts = [count * size for count, size in zip(case.replicas, sizes, strict=True)]
     data = made.model_dump(exclude_none=True)
@@ -150,7 +155,8 @@ def _placements(model: str, whole: Captured, nodes: Sequence[str], mesh: Mesh) -
 def alone(case: Case) -> Case:
     """The same stages and replicas, each on one device."""
     none = [None] * len(case.replicas)
-    return Case("alone", case.replicas, none, case.schedule, case.recompute, case.changes)
+    again = case.recompute, case.again
+    return Case("alone", case.replicas, none, case.schedule, *again, case.changes)
 
 
 def job_of(folder: Path, model: str, case: Case, whole: Captured, **options: Any) -> Job:
