@@ -259,7 +259,7 @@ class MemoryModel:
             + self._bases(start, ends),
             "gradients": gradients,
             "buckets": copies.buckets * parameters,
-            "activations": activations - made,
+            "activations": np.maximum(activations - made, 0.0),  # where all is made again
             "recomputed": made,
             "inputs": inputs,
             "workspace": workspace,

@@ -70,7 +70,11 @@ def test_one_device_is_what_it_was(profiled: tuple[Graph, Profile, OperatorProfi
     sharding = divided(profiled, (1,))
     assert team_graph(graph, profile, sharding).nodes == graph.nodes
     assert profile.footprints is not None
-    assert team_footprints(profile.footprints, sharding) == profile.footprints
+    kept = team_footprints(profile.footprints, sharding)
+    drawing = {name for name, each in kept.items() if each.drawn}
+    assert {graph.nodes[name].description.split("(")[0] for name in drawing} == {"Dropout"}
+    own = {name: replace(each, drawn=0.0) for name, each in kept.items()}
+    assert own == profile.footprints
     assert sharding.teams == FOUR
 
 
