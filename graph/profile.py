@@ -574,8 +574,9 @@ class Footprint:
     the node's backward pass allocates on top of that: gradients of outputs, inputs and parameters,
     and scratch memory. `input_bytes`: the size of an input of the model. `bases`: what an optimizer
     with basis_rotation keeps for its parameters in addition, `finding` what it needs to find those
-    of one parameter. `drawn`: of `saved`, random numbers, which cannot be made again, where that is
-    known.
+    of one parameter. `drawn`: of `saved`, random numbers and what was computed while they were
+    drawn, which cannot be made again, where that is known. `share`: of what the node saves, what
+    this device does.
     """
 
     saved: float
@@ -585,6 +586,7 @@ class Footprint:
     bases: float = 0.0
     finding: float = 0.0
     drawn: float = 0.0
+    share: float = 1.0
 
     @property
     def in_programs(self) -> Footprint:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from pipedream.capture.programs.description import read_arguments
-from pipedream.graph.placements.operators import Operator, TensorType
+from pipedream.graph.placements.operators import Input, Operator, TensorType
 from pipedream.sharding.rules import summed_types
 from pipedream.sharding.rules.normalizations import elements_of_a_channel
 
@@ -54,6 +54,13 @@ class DividedBatchNorm:
         arguments, _ = read_arguments(self.local, inputs)
         results = (self._backward if backward else self._forward)(*arguments)
         return tuple(map(_converted, results, self.local.outputs))
+
+    def statistics(self, inputs: Sequence[Any]) -> list[Any]:
+        """Returns those of what it is given that it updates."""
+        if self.local.family.endswith("_backward"):
+            return []
+        own = self.local.arguments[3:5]
+        return [inputs[each.input] for each in own if isinstance(each, Input)]
 
     def without_statistics(self) -> DividedBatchNorm:
         """Returns the same, which leaves running statistics as they are: to run once more."""

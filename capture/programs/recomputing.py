@@ -25,10 +25,10 @@ from pipedream.capture.rewrites.writes import STATISTICS, declared, is_draw, wri
 def recompute(joint: Joint, nodes: Collection[str]) -> None:
     """Has the operators of these graph nodes run again, in place: for the gradients, where these
     read what they compute. The operators have labels (`GraphNodes.joint`); a redistribution runs
-    again with what it moves.
+    again with what it moves, or if nothing else reads what it makes.
 
-    Kept is what is drawn, and what reads a buffer that the forward pass changes. Batch norms run
-    again without statistics.
+    Kept is what is drawn, attention with dropout among it, and what reads a buffer that the forward
+    pass changes. Batch norms run again without statistics.
     """
     graph = joint.module.graph
     forward = computed_by([*joint.outputs, *writes(joint)])
@@ -48,10 +48,12 @@ def _again(joint: Joint, forward: Set[fx.Node], nodes: Collection[str]) -> Set[f
     """The operators that run again, where they are needed."""
     graph = joint.module.graph
     changed = {memory_of(buffer) for node in graph.nodes for buffer in _changed(node)}
-    again = set[fx.Node]()
+    again, moved = set[fx.Node](), list[fx.Node]()
     for node in graph.nodes:
         if node not in forward:
             continue
+        if isinstance(node.target, Redistribution):
+            moved.append(node)
         if node.target is operator.getitem or isinstance(node.target, Redistribution):
             repeated = node.args[0] in again
         else:
@@ -60,7 +62,7 @@ def _again(joint: Joint, forward: Set[fx.Node], nodes: Collection[str]) -> Set[f
             repeated = node_of(node) in nodes and (norm or changed.isdisjoint(reads))
         if repeated and not is_draw(node) and not any(True for _ in declared(node)):
             again.add(node)
-    return again
+    return again | {node for node in moved if again.issuperset(node.users)}
 
 
 def _missing(
@@ -82,19 +84,18 @@ def _copy(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
     copy = node.graph.node_copy(node, lambda each: copies.get(each, each))
     if isinstance(node.target, DividedBatchNorm):
         copy.target = node.target.without_statistics()
-    for place, (argument, _) in enumerate(arguments(node)):
-        if _is_batch_norm(node) and argument.name in STATISTICS:
-            copy.update_arg(place, None)
+    elif _is_batch_norm(node):
+        for place, (argument, _) in enumerate(arguments(node)):
+            if argument.name in STATISTICS:
+                copy.update_arg(place, None)
     return copy
 
 
 def _changed(node: fx.Node) -> Iterator[fx.Node]:
-    """What an operator writes into; of a divided batch norm all parameters and buffers, which other
-    operators seldom read.
-    """
+    """What an operator writes into, statistics of batch norms among it."""
     yield from written(node)
     if isinstance(node.target, DividedBatchNorm):
-        yield from (each for each in node.all_input_nodes if each.op == "placeholder")
+        yield from node.target.statistics(node.args)
 
 
 def _is_batch_norm(node: fx.Node) -> bool:

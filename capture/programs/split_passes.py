@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from pipedream.capture.programs.batch_norms import DividedBatchNorm
 from pipedream.capture.programs.draws import copy_seeded
 from pipedream.capture.programs.joint import CannotDivide, Joint
 from pipedream.capture.rewrites.writes import is_draw, written
@@ -135,6 +136,8 @@ def writes(joint: Joint) -> list[fx.Node]:
 def memory_of(node: fx.Node) -> fx.Node:
     """Returns the value whose memory a view shows."""
     while node.op == "call_function" and shares(node) and isinstance(node.args[0], fx.Node):
+        if isinstance(node.target, DividedBatchNorm):
+            break
         node = node.args[0]
     return node
 

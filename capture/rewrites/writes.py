@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipedream.capture.rewrites.arguments import arguments
+from pipedream.capture.rewrites.arguments import arguments, by_name
 
 STATISTICS = ("running_mean", "running_var")
 """Arguments that norms change in training, though their schemas do not say so."""
@@ -71,16 +71,16 @@ def attribute(state: fx.Node) -> object:
 
 
 def is_draw(node: fx.Node) -> bool:
-    """Tells whether an operator draws random numbers. torch says so of the backward operators of
-    attention on GPUs, too; these only repeat what the forward one drew, from the state it left.
+    """Tells whether an operator draws random numbers. torch says so of attention without dropout,
+    too, and of the backward operators of attention on GPUs; these only repeat what the forward one
+    drew, from the state it left.
     """
-    drawing = torch.Tag.nondeterministic_seeded
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and drawing in target.tags
-        and not target._opname.endswith("_backward")
-    )
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    drawing = torch.Tag.nondeterministic_seeded in target.tags
+    forward = not target._opname.endswith("_backward")
+    return drawing and forward and by_name(node).get("dropout_p") != 0.0
 
 
 def written_attributes(node: fx.Node) -> Iterator[str]:

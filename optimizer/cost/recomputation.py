@@ -69,7 +69,7 @@ class Recomputable:
     def __init__(self, graph: PlanningGraph) -> None:
         self.graph = graph
         self.saved_bytes = graph.own_saved_bytes
-        self.kept = self.saved_bytes >= graph.output_bytes
+        self.kept = graph.keeps_output
         self.cones = self._cones()
         self.seconds = np.array([graph.forward_seconds[list(cone)].sum() for cone in self.cones])
         useful = self.saved_bytes > 0

@@ -200,6 +200,17 @@ class PlanningGraph:
         return self._sums(made)
 
     @cached_property
+    def keeps_output(self) -> NDArray[np.bool_]:
+        """Whether what can be made again of a node is its output, at least: so in the model as a
+        whole, whatever a device of a mesh has of it.
+        """
+        whole = self.own_saved_bytes
+        if self.footprints is not None:
+            of_node = self.footprints.items()
+            whole = self._sums({n: f.saved / (f.share or 1.0) - f.drawn for n, f in of_node})
+        return np.asarray(whole >= self.output_bytes * (1 - 1e-9))
+
+    @cached_property
     def workspace_bytes(self) -> Floats:
         """Bytes that each node's backward pass needs besides that, at least its gradients."""
         if self.footprints is None:

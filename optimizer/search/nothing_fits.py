@@ -9,7 +9,6 @@ from math import ceil
 
 from pipedream.graph.choices import WHOLE_STATE, Recompute, Zero
 from pipedream.graph.errors import UserError
-from pipedream.graph.profile import Footprint
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel
@@ -201,13 +200,13 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
         for node in nodes.values()
     )
     footprints = graph.footprints and {
-        name: Footprint(
+        name: replace(
+            kept,
             saved=kept.saved / part,
             workspace=max(kept.workspace / part, nodes[name].parameter_bytes),
             input_bytes=kept.input_bytes / part,
             programs=None if kept.programs is None else kept.programs / part,
-            bases=kept.bases,
-            finding=kept.finding,
+            drawn=kept.drawn / part,
         )
         for name, kept in graph.footprints.items()
     }

@@ -21,6 +21,7 @@ from pipedream.graph.profile import Footprint, Profile
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.sharding.assignment import redistributions
 from pipedream.sharding.planned import strategy_texts
+from pipedream.sharding.rules.products import draws_with_data
 
 
 class DividedStage(NamedTuple):
@@ -59,10 +60,10 @@ def team_footprints(
     shares, allocated = _saved_shares(sharding), _allocated_shares(sharding)
     drawn, found = _drawn_bytes(sharding), dict[str, Footprint]()
     for name, each in footprints.items():
-        saved = each.in_programs.saved * shares.get(name, 1.0)
-        workspace = each.workspace * allocated.get(name, 1.0)
+        share = shares.get(name, 1.0)
+        saved, workspace = each.in_programs.saved * share, each.workspace * allocated.get(name, 1.0)
         own = {"saved": saved, "drawn": min(saved, drawn[name]), "workspace": workspace}
-        found[name] = replace(each.in_programs, **own)
+        found[name] = replace(each.in_programs, **own, share=share)
     return found
 
 
@@ -164,17 +165,19 @@ def _saved_shares(sharding: ModelSharding) -> dict[str, float]:
 
 
 def _drawn_bytes(sharding: ModelSharding) -> Counter[str]:
-    """By node: the random numbers that its operators read, which each device has whole."""
+    """By node: the random numbers that its operators read, and the results of operators that draw
+    while they compute, at most: as if each device had them whole.
+    """
     graph, nodes = sharding.assignment.graph, sharding.profile.nodes
     drawn = {each.value for each in graph.inputs if each.role == "draw"}
-    read = {
-        (nodes[call.name], value)
-        for call in graph.calls
-        if call.name not in sharding.backward
-        for value in drawn.intersection(call.reads)
-    }
+    kept = set[tuple[str, str]]()
+    for call in graph.calls:
+        if call.name not in sharding.backward:
+            results = call.results if draws_with_data(call.operator) else ()
+            values = drawn.intersection(call.reads).union(v for v in results if v is not None)
+            kept.update((nodes[call.name], value) for value in values)
     types, found = graph.types(), Counter[str]()
-    for node, value in read:
+    for node, value in kept:
         found[node] += math.prod(types[value].shape) * types[value].element_bytes
     return found
 

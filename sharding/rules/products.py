@@ -37,6 +37,19 @@ def rules() -> dict[str, DivisionRule]:
     }
 
 
+def draws_with_data(operator: Operator) -> bool:
+    """Tells whether a forward operator draws random numbers while it computes: dropout on GPUs, and
+    attention with dropout.
+    """
+    if operator.family == "aten.native_dropout":
+        return True
+    return any(
+        operator.family == f"aten._scaled_dot_product_{name}_attention"
+        and bool(operator.argument(forward, 0.0))
+        for name, (forward, _) in _DROPOUT_AT.items()
+    )
+
+
 def _times(
     first: str, second: str, result: str, operator: Operator, devices: int
 ) -> Iterator[Strategy]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,20 @@ from torch import Tensor, fx, nn
 from pipedream.capture.captured import Captured
 from pipedream.capture.export import capture
 from pipedream.capture.programs.attribution import GraphNodes
+from pipedream.capture.programs.batch_norms import DividedBatchNorm
+from pipedream.capture.programs.description import describe
+from pipedream.capture.programs.divisible import divisible
+from pipedream.capture.programs.draws import Draws
 from pipedream.capture.programs.joint import Joint
+from pipedream.capture.programs.localize import Redistribution, localize
 from pipedream.capture.programs.program import Program
 from pipedream.capture.programs.recomputing import recompute
 from pipedream.capture.segment import segment
+from pipedream.graph.cluster import Link
+from pipedream.graph.placements.placement import Placements, Shard
+from pipedream.graph.placements.requests import Requests
+from pipedream.sharding.assignment import LinkedMesh
+from pipedream.sharding.propagate import propagate
 
 
 def labelled(whole: Captured) -> tuple[Joint, dict[str, Tensor]]:
@@ -126,6 +137,79 @@ def test_what_runs_again_runs_just_before_it_is_needed() -> None:
     assert backward.count("sin") == 2, "each is made again once"
     program = Program(joint)
     assert not set(program.parts.weights["scale"].needs) & set(joint.outputs)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.before(x).unflatten(-1, (3, 1, 4)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(*parts.unbind(0))
+        return self.after(attended.transpose(1, 2).flatten(2))
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    """torch says that all attention draws: it was kept, though planned as if it ran again."""
+    whole = capture(Attending(), (torch.randn(2, 5, 4),))
+    joint, _ = labelled(whole)
+    recompute(joint, whole.working)
+    attentions = [n for n in joint.module.graph.nodes if "flash_attention_for_cpu" in n.name]
+    assert sum("backward" not in node.name for node in attentions) == 2
+
+
+def on_a_pair(model: nn.Module, x: Tensor, values: Mapping[str, Placements]) -> Joint:
+    """The passes of one of two devices, all of whose nodes run again. Nothing is sent."""
+    whole = capture(model, (x,))
+    passes = divisible(labelled(whole)[0])
+    linked = LinkedMesh((2,), (Link(bandwidth=1e9),))
+    assignment = propagate(describe(passes), linked, Requests({}, values))
+    local = localize(passes, assignment, 0, lambda tensor, *_: tensor)
+    recompute(local, whole.working)
+    return local
+
+
+def test_what_reads_a_divided_batch_norm_runs_again() -> None:
+    """Where the norm comes first, its input was taken for a buffer that it changes."""
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3))
+    local = on_a_pair(model, torch.randn(4, 3, 6, 6), {"input 0": (Shard(0),)})
+    nodes = local.module.graph.nodes
+    assert sum(isinstance(n.target, DividedBatchNorm) for n in nodes) == 3, "one is backward"
+    assert sum("relu" in str(node.target) for node in nodes) == 2
+
+
+def test_what_only_copies_need_is_moved_again() -> None:
+    """A value that is kept, read elsewhere in another placement: that copy was kept as well.
+
+    x -> relu (kept) -> redistribute -> sin (again) -> cos (again)
+    """
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    kept = _operator(graph, torch.ops.aten.relu.default, "one", x)
+    moved = graph.call_function(Redistribution(lambda local, *_: local, (2,), ()), (kept,))
+    sine = _operator(graph, torch.ops.aten.sin.default, "two", moved)
+    cosine = _operator(graph, torch.ops.aten.cos.default, "two", sine)
+    tangent = graph.placeholder("tangent")
+    gradient = _operator(graph, torch.ops.aten.mul.Tensor, "two", tangent, sine)
+    graph.output([cosine, gradient])
+    draws = Draws(fx.GraphModule(nn.Module(), fx.Graph()), [])
+    module = fx.GraphModule(nn.Module(), graph)
+    joint = Joint(module, {}, [x], draws, [tangent], (0,), [cosine], [gradient], {})
+    recompute(joint, ["two"])
+    names = [node.name for node in graph.nodes]
+    assert names[names.index("tangent") + 1 :] == [
+        "redistribute_1",
+        "sin_default_1",
+        "mul_tensor",
+        "output",
+    ]
+
+
+def _operator(graph: fx.Graph, target: Any, node: str, *args: fx.Node) -> fx.Node:
+    made = graph.call_function(target, args)
+    made.meta["graph_node"] = (node, False)
+    return made
 
 
 def _computes(node: fx.Node) -> bool:

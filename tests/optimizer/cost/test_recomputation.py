@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,6 +59,23 @@ def test_a_long_chain_is_made_again_in_parts():
     assert len(again) < 9
     assert 8 <= made.max() <= 4 * 8
     assert nodes.made_again(range(10), range(9)).max() == 9 * 8
+
+
+def test_what_is_kept_of_a_device_of_a_mesh():
+    """A quarter of an output was taken for no output: a residual that is added ran again with the
+    products of matrices before it.
+    """
+    graph = planning([(1, 8, 8), (50, 8, 8), (1, 8, 8), (1, 0, 8)])
+    assert Recomputable(graph).cones == [(0,), (1,), (2,), (3,)]
+    names, quarter = graph.names, {"saved": 2.0, "share": 0.25}
+    parts = {name: replace(graph.footprints[name], **quarter) for name in names[:3]}
+    divided = PlanningGraph.of(graph.graph, {**graph.footprints, **parts})
+    assert Recomputable(divided).cones == [(0,), (1,), (2,), (3,)]
+    drawing = {"saved": 10.0, "share": 0.25, "drawn": 8.0}
+    other = {names[1]: replace(graph.footprints[names[1]], **drawing)}
+    drawn = Recomputable(PlanningGraph.of(graph.graph, {**graph.footprints, **other}))
+    assert drawn.saved_bytes.tolist() == [8, 2, 8, 0], "what is drawn is kept in any case"
+    assert drawn.cones == [(0,), (1,), (2,), (3,)]
 
 
 def test_an_output_that_is_needed_late_stays_until_its_own_backward_pass():
