@@ -35,7 +35,7 @@ check() {
 }
 
 # Eight minutes of two cores are 960 s. Parts, and all, take what they take.
-budget=960 options=(-n 3 --dist worksteal --durations 40)
+budget=960 options=(-n 4 --dist worksteal --durations 40)
 [ $# -eq 0 ] || budget=
 case "${1:-}" in
 --quick) shift && options+=(-m "not slow") ;;
