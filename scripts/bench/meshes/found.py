@@ -4,9 +4,9 @@
 
 Profiles each model with as many workers at a time, measures the network, plans with `--intra-op
 none` and `auto`, and trains both plans as whole processes in turns. Prints how much longer updates
-take than their plans expect, and the gain. Runs last tens of seconds: in the first one the heap
-still grows, and where weights are large the bandwidth of memory that two processes have at once may
-change by half for seconds on end, on a virtual machine.
+take than their plans expect, which is of a core for each process, and the gain. Runs last tens of
+seconds: in the first one the heap still grows, and where weights are large the bandwidth of memory
+that two processes have at once may change by half for seconds on end, on a virtual machine.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ def profile(folder: Path, case: dict[str, Any], processes: int) -> None:
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     measure_network(folder, processes)
     shards = ",".join(str(count) for count in (2, 4, 8) if count <= processes)
-    workers = ("--workers", processes, "--shards", shards)
-    call("pd-profile", folder / "run.yaml", "-o", folder, *workers)
+    workers = min(processes, os.cpu_count() or 1)
+    asked = ("--workers", workers, "--shards", shards)
+    call("pd-profile", folder / "run.yaml", "-o", folder, *asked)
 
 
 def measured(name: str, folder: Path, turns: int) -> list[dict[str, Any]]:
