@@ -120,11 +120,11 @@ class _Localizer:
             for k, node in enumerate(old.outputs)
         ]
         inputs = [
-            self._end(node, "input gradient", whole_inputs.get(str(k)))
+            self._end(node, "input gradient", str(k), whole_inputs.get(str(k)))
             for k, node in enumerate(old.input_gradients)
         ]
         weights = [
-            self._end(node, "parameter gradient", boundary.gradients.get(name))
+            self._end(node, "parameter gradient", name, boundary.gradients.get(name))
             for name, node in old.weight_gradients.items()
         ]
         self.graph.output([*outputs, *inputs, *weights])
@@ -204,13 +204,17 @@ class _Localizer:
             self.known[value, target] = placed
         return placed
 
-    def _end(self, node: fx.Node | None, role: str, wanted: Placements | None) -> Any:
-        """Returns a gradient, if there is one, as `wanted` or else as `output_target` says."""
+    def _end(
+        self, node: fx.Node | None, role: str, name: str, wanted: Placements | None
+    ) -> fx.Node | None:
+        """Returns a gradient, if there is one, as `wanted` or else as `output_target` says: of this
+        input or parameter, since others may have the same.
+        """
         if node is None:
             return None
         value, outputs = value_name(node), self.assignment.graph.outputs
         if wanted is None:
-            output = next(each for each in outputs if (each.role, each.value) == (role, value))
+            output = next(each for each in outputs if (each.role, each.name) == (role, name))
             inputs = self.assignment.placed_inputs
             wanted = output_target(output, self._initial(value), inputs)
         return self._at(value, wanted)

@@ -7,6 +7,7 @@ says. All of it in one set of four processes, which trace each model once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from joint_models import Traced, traced_model
 from mesh_groups import mesh_groups
 from processes import free_port, run_processes
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
 
 from pipedream.capture.programs.description import describe
+from pipedream.capture.programs.joint import joint
 from pipedream.capture.programs.localize import BoundaryPlacements, localize
 from pipedream.capture.programs.program import Program
 from pipedream.comm.redistribute import MeshGroups, extract
@@ -221,6 +224,35 @@ def test_gradients_are_partial_where_those_of_other_graphs_are() -> None:
         assert [step.collective for step in moved] == [Collective.KEEP_ONE]
     assert held[0].any()
     assert not held[1].any()
+
+
+class Added(nn.Module):
+    """Both inputs, and both parameters, have the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x + y, self.one + self.other
+
+
+def test_equal_gradients_lie_where_each_of_their_tensors_does() -> None:
+    """The gradient of what a residual was added to was sent in parts, as that of the residual, to a
+    stage that waited for the whole: the run was refused.
+    """
+    model, divided, everywhere = symbolic_trace(Added()), (Shard(0),), (Replicate(),)
+    state = dict(model.named_parameters())
+    given = [torch.ones(4, 4, requires_grad=True) for _ in range(2)]
+    traced = joint(model, state, given, [True, True], nullcontext())
+    inputs = {"input 0": divided, "input 1": everywhere}
+    requests = Requests({"one": divided, "other": everywhere}, inputs)
+    assignment = propagate(describe(traced), LinkedMesh((2,), (LINK,)), requests)
+    local = localize(traced, assignment, 0, partial(_first_keeps, [], 0))
+    shapes = [tuple(node.meta["val"].shape) for node in local.input_gradients]
+    assert shapes == [(2, 4), (4, 4)]
+    of_weights = {n: tuple(g.meta["val"].shape) for n, g in local.weight_gradients.items()}
+    assert of_weights == {"one": (2, 4), "other": (4, 4)}
 
 
 def _first_keeps(
