@@ -116,11 +116,12 @@ class StageModule:
             assert rng.device.type == precision.device.type
             seed_each(piece, captured.module, rng)
             mark_groups(piece.module, captured, interface.nodes, plan.eager_nodes or ())
-            again, selective = plan.stages[stage].recomputed_nodes, None
-            if plan.stages[stage].by_autograd:
+            planned, selective = plan.stages[stage], None
+            if planned.by_autograd:
                 refuse_selective(stage, backend)
-            if again and plan.stages[stage].mesh is None:
-                selective = SelectiveRun(piece, again, captured.owner, rng, precision)
+                if planned.recomputed_nodes:
+                    again = planned.recomputed_nodes
+                    selective = SelectiveRun(piece, again, captured.owner, rng, precision)
             run = make_compute(piece, precision, backend, selective)
         program = StageProgram(piece, precision, backend, ends, nodes=GraphNodes.of(captured))
         outputs, out_spec = captured.outputs, captured.out_spec

@@ -171,7 +171,8 @@ class StageProgram:
         if self.sharding is None:
             self.sharding = ShardedStage.of(planned, assignment)
         local = self.sharding.localized(passes, assignment, inputs, outputs, self.crossings)
-        recompute(local, planned.recomputed_nodes)
+        if planned.recomputed_nodes:
+            recompute(local, planned.recomputed_nodes)
         constants = self.sharding.constants(assignment, self.piece.module)
         return NamedProgram(Program(local, self._compiled), inputs, outputs, constants)
 
