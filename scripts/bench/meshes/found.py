@@ -1,12 +1,16 @@
 """What do found shardings gain on two processes of this machine or more, and is it as expected?
 
-    python scripts/bench/meshes/found.py OUT [MODEL...] [--turns 3] [--processes 2]
+    python scripts/bench/meshes/found.py OUT [MODEL...] [--turns 3] [--processes 2] [--part 1]
 
-Profiles each model with as many workers at a time, measures the network, plans with `--intra-op
-none` and `auto`, and trains both plans as whole processes in turns. Prints how much longer updates
-take than their plans expect, which is of a core for each process, and the gain. Runs last tens of
-seconds: in the first one the heap still grows, and where weights are large the bandwidth of memory
-that two processes have at once may change by half for seconds on end, on a virtual machine.
+Measures the network, and in each turn profiles a model with as many workers at a time, plans with
+`--intra-op none` and `auto`, and trains both plans as whole processes. Prints how much longer
+updates take than their plans expect, which is of a core for each process, and the gain. With --part
+each process has that part of a core (`part_of_core.py`), so that there may be more of them than
+cores: the profile is made with whole cores, and devices are planned as of that speed.
+
+Runs last tens of seconds: in the first one the heap still grows. The bandwidth of memory that two
+processes have at once may change by half, on a virtual machine: the last column has it, in GB/s for
+each process, after the profile and after both runs. Where weights are large, time follows it.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,8 +30,10 @@ import yaml
 sys.path.append(str(Path(__file__).parents[1]))
 
 from efficiency import call
-from gain import measure_network, optimizer, stages
+from gain import launcher, measure_network, optimizer, program, stages
+from streaming import streaming
 
+from pipedream.graph.cluster import DeviceType, read_cluster, write_cluster
 from pipedream.graph.plan import Plan, read_plan
 
 BENCH = Path(__file__).parents[1]
@@ -93,17 +100,19 @@ CASES: dict[str, dict[str, Any]] = {
 @click.argument("models", nargs=-1, type=click.Choice(list(CASES)))
 @click.option("--turns", default=3, show_default=True)
 @click.option("--processes", default=2, show_default=True)
-@click.option("--again", is_flag=True, help="Plan and train again, with the profiles in OUT.")
-def main(out: Path, models: tuple[str, ...], turns: int, processes: int, again: bool) -> None:
+@click.option("--part", default=1.0, show_default=True, help="Of a core, for each process.")
+def main(out: Path, models: tuple[str, ...], turns: int, processes: int, part: float) -> None:
     os.environ |= {"PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1"}
     table = []
     for name in models or CASES:
-        folder = out / name
-        if not again:
-            profile(folder, CASES[name], processes)
-        for row in measured(name, folder, turns):
-            table.append(row)
-            print(*row.values(), sep=" | ", flush=True)
+        prepare(out / name, CASES[name], processes, part)
+        for turn in range(turns):
+            profile(out / name, processes)
+            memory = [streaming(processes)]
+            row = trained(out / name, part, memory)
+            row["memory"] = " ".join(f"{each / 1e9:.1f}" for each in memory)
+            table.append({"model": name, "turn": turn, **row})
+            print(*table[-1].values(), sep=" | ", flush=True)
     frame = pd.DataFrame(table)
     error = frame["of auto"].abs()
     plans = frame.groupby("model", sort=False)[["of auto", "gain"]].median()
@@ -112,7 +121,8 @@ def main(out: Path, models: tuple[str, ...], turns: int, processes: int, again: 
     print(f"plans: worst {plans['of auto'].abs().max():.1f} %")
 
 
-def profile(folder: Path, case: dict[str, Any], processes: int) -> None:
+def prepare(folder: Path, case: dict[str, Any], processes: int, part: float) -> None:
+    """Writes run.yaml, and measures the network, into the folder."""
     config = {
         "format": "pipedream-run/1",
         "microbatches": 2,
@@ -122,32 +132,46 @@ def profile(folder: Path, case: dict[str, Any], processes: int) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    measure_network(folder, processes)
+    measure_network(folder, processes, limited(part))
+    if part < 1:
+        slow_down(folder / "network" / "cluster.yaml", part)
+
+
+def limited(part: float) -> list[object]:
+    """The words before a program that has a part of a core."""
+    return [] if part == 1 else [sys.executable, Path(__file__).with_name("part_of_core.py"), part]
+
+
+def slow_down(cluster_file: Path, part: float) -> None:
+    cluster = read_cluster(cluster_file)
+    kind, machines = DeviceType(name="part", speed=part), cluster.machines[-1]
+    slow = cluster.model_copy(update={"kinds": (kind,), "machine_kinds": ("part",) * machines})
+    write_cluster(slow, cluster_file)
+
+
+def profile(folder: Path, processes: int) -> None:
     shards = ",".join(str(count) for count in (2, 4, 8) if count <= processes)
     workers = min(processes, os.cpu_count() or 1)
     asked = ("--workers", workers, "--shards", shards)
     call("pd-profile", folder / "run.yaml", "-o", folder, *asked)
 
 
-def measured(name: str, folder: Path, turns: int) -> list[dict[str, Any]]:
-    config = yaml.safe_load((folder / "run.yaml").read_text())
-    plans: dict[str, Plan] = {}
-    for method in ("none", "auto"):
-        cluster = ("--cluster", folder / "network" / "cluster.yaml", "--intra-op", method)
-        round_ = ("--schedule", "flush", "--microbatches", 2, "--optimizer", optimizer(config))
-        call("pd-optimize", folder / "graph.txt", *cluster, *round_, "-o", folder / method)
-        plans[method] = read_plan(folder / method / "plan.json")
-    return [_row(name, folder, plans, turn) for turn in range(turns)]
-
-
-def _row(name: str, folder: Path, plans: dict[str, Plan], turn: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"model": name, "turn": turn}
+def trained(folder: Path, part: float, memory: list[float]) -> dict[str, Any]:
+    """What both plans take, and what of that was not expected, in percent; what one gains. Adds to
+    `memory` how fast processes stream through it after each run.
+    """
+    row: dict[str, Any] = {}
     seconds = {}
-    for method, plan in plans.items():
-        run = folder / f"{method}-{turn}"
+    for method in ("none", "auto"):
+        plan = planned(folder, method)
+        run = folder / f"{method}-run"
         shutil.rmtree(run, ignore_errors=True)
         words = (folder / method / "plan.json", "--config", folder / "run.yaml", "-o", run)
-        call("pd-train", *words, "--no-evaluate")
+        train = [program("pd-train"), *words, "--no-evaluate"]
+        if part < 1:
+            train = [*launcher(plan.workers), *limited(part), *train]
+        subprocess.run(list(map(str, train)), check=True, stdout=subprocess.DEVNULL)
+        memory.append(streaming(plan.workers))
         seconds[method] = json.loads((run / "summary.json").read_text())["seconds_per_minibatch"]
         expected = plan.predicted.seconds_in_a_run
         row[method] = f"{seconds[method] * 1e3:.1f} ms"
@@ -155,6 +179,14 @@ def _row(name: str, folder: Path, plans: dict[str, Plan], turn: int) -> dict[str
         row[f"{method} is"] = stages(plan)
     row["gain"] = round(seconds["none"] / seconds["auto"], 3)
     return row
+
+
+def planned(folder: Path, method: str) -> Plan:
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    cluster = ("--cluster", folder / "network" / "cluster.yaml", "--intra-op", method)
+    round_ = ("--schedule", "flush", "--microbatches", 2, "--optimizer", optimizer(config))
+    call("pd-optimize", folder / "graph.txt", *cluster, *round_, "-o", folder / method)
+    return read_plan(folder / method / "plan.json")
 
 
 if __name__ == "__main__":

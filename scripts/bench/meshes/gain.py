@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +82,17 @@ def measured(model: str, folder: Path) -> Iterator[dict[str, str]]:
         yield row(runs, *(read_plan(folder / plan / "plan.json") for plan in ("one", "two")))
 
 
-def measure_network(folder: Path, processes: int = 2) -> None:
+def measure_network(folder: Path, processes: int = 2, limited: Sequence[object] = ()) -> None:
     """Of so many processes beside the passes of run.yaml, in FOLDER/network."""
-    launcher = [program("torchrun"), "--nproc-per-node", processes, "--no-python"]
     measured = [program("pd-profile"), folder / "run.yaml", "--network", "-o", folder / "network"]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(list(map(str, [*launcher, *measured])), check=True, **silent)
+    words = [*launcher(processes), *limited, *measured]
+    subprocess.run(list(map(str, words)), check=True, **silent)
+
+
+def launcher(processes: int) -> list[object]:
+    """The words before a program of which there are so many processes."""
+    return [program("torchrun"), "--nproc-per-node", processes, "--no-python"]
 
 
 def program(name: str) -> Path:
