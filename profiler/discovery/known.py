@@ -19,7 +19,7 @@ from pipedream.graph.command import write_whole
 from pipedream.graph.placements.operators import Operator, Way
 from pipedream.profiler.discovery.separate import Outcome, tried
 
-_SEARCH = 1
+_SEARCH = 2
 """Another number forgets what was found so far: raise it where the search finds other ways."""
 _MOST = 20_000
 """Operators that are kept; then all are forgotten."""

@@ -15,7 +15,7 @@ from itertools import chain, combinations, islice, product
 from pipedream.capture.programs.trial import CannotTry, Trial
 from pipedream.graph.placements.operators import Operator, TensorType, Way
 from pipedream.graph.placements.placement import Partial, Placement, Placements, Replicate, Shard
-from pipedream.profiler.discovery.sizes import with_small_sizes
+from pipedream.profiler.discovery.sizes import ALL, OF_LARGE, OF_SMALL, with_small_sizes
 from pipedream.sharding.rules.discovered import as_way, is_shape
 from pipedream.sharding.rules.strategy import Strategy, fits
 
@@ -91,7 +91,7 @@ def _unread(operator: Operator, trial: Trial) -> set[int]:
 
 def _trials(operator: Operator) -> tuple[Operator, list[Trial]]:
     """Returns the operator in sizes with which it can be run, and trials of it."""
-    sizes = [with_small_sizes(operator, False), with_small_sizes(operator)]
+    sizes = [with_small_sizes(operator, each) for each in (OF_LARGE, OF_SMALL, ALL)]
     if _elements(operator) <= _MOST_SMALL_ELEMENTS:
         sizes.append(operator)
     *first, last = dict.fromkeys(sizes)

@@ -18,7 +18,7 @@ from pipedream.profiler.discovery import known
 from pipedream.profiler.discovery.known import discover
 from pipedream.profiler.discovery.search import find_ways
 from pipedream.profiler.discovery.separate import tried
-from pipedream.profiler.discovery.sizes import with_small_sizes
+from pipedream.profiler.discovery.sizes import OF_LARGE, OF_SMALL, with_small_sizes
 from pipedream.sharding.rules import local_operator, strategies
 from pipedream.sharding.rules.discovered import as_way
 
@@ -188,7 +188,28 @@ def test_what_is_a_product_by_chance_is_small_too(tmp_path: Path):
         *(image, weight, None, [2, 2], [3, 3], [1, 1], False, [0, 0], 1),
     )
     assert with_small_sizes(stem).inputs[0].shape == (16, 3, 224, 224)
-    assert with_small_sizes(stem, products_of_small=False).inputs[0].shape[2] < 60
+    assert with_small_sizes(stem, OF_LARGE).inputs[0].shape[2] < 60
     view = described(aten.view.default, torch.empty(4, 8, 5, device="meta"), [32, 5])
     ways, _ = discover([view], tmp_path)[view]
     assert "S(2) -> S(1)" in texts(ways)
+
+
+def test_products_of_products_need_not_be_one(tmp_path: Path):
+    """16 heads of 4 examples over 1,024 tokens, which are 16 x 64 by chance, stayed so: GPT-2 of 24
+    layers was searched for four minutes.
+    """
+    scores = torch.empty(64, 1024, 1024, device="meta")
+    view = described(aten._unsafe_view.default, scores, [4, 16, 1024, 1024])
+    assert with_small_sizes(view).inputs[0].shape == scores.shape
+    small = with_small_sizes(view, OF_SMALL)
+    assert small.inputs[0].shape[1] < 60
+    ways, _ = discover([view], tmp_path)[view]
+    assert {"S(1) -> S(2)", "S(2) -> S(3)"} <= texts(ways)
+
+
+def test_a_split_into_sizes_that_are_divided_as_well_gives_more_parts():
+    """Of 3,072 columns in parts of 1,024, and as many rows: devices that have half the rows were
+    told to make parts of 512, and each time that ended the process.
+    """
+    parts = described(aten.split.Tensor, torch.empty(4, 40, 120, device="meta"), 40, 2)
+    assert "S(0) -> S(0), S(0), S(0)" in texts(find_ways(parts))
