@@ -24,8 +24,8 @@ OF_LARGE, OF_SMALL, ALL = (_SMALL, math.inf), (1, _SMALL), (1, math.inf)
 """Which sizes stay products: their larger factor is above the first number, up to the second.
 
 Most products of sizes that stay as they are are so by chance: an image of 112 x 112 is 16 examples
-by a window of 7. Where they are none, as 64 rows of 4 examples with 16 heads, those of the product
-are: 1024 tokens are 16 x 64.
+by a window of 7. Where one is not, as 64 rows, which are 16 heads of 4 examples, what is a multiple
+of that product may be: 1,024 tokens are 16 x 64.
 """
 
 
