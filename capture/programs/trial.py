@@ -189,6 +189,7 @@ def _placement(parts: Sequence[Tensor], whole: Tensor, error: float) -> Placemen
 
 
 def _cut(tensor: Tensor, dim: int, devices: int) -> Iterator[Tensor]:
+    """Yields what each device has, as views."""
     for index in range(devices):
         begin, end = split(tensor.shape[dim], devices, index)
         yield tensor.narrow(dim, begin, end - begin)

@@ -108,9 +108,7 @@ def main(out: Path, models: tuple[str, ...], turns: int, processes: int, part: f
         prepare(out / name, CASES[name], processes, part)
         for turn in range(turns):
             profile(out / name, processes)
-            memory = [streaming(processes)]
-            row = trained(out / name, part, memory)
-            row["memory"] = " ".join(f"{each / 1e9:.1f}" for each in memory)
+            row = trained(out / name, processes, part)
             table.append({"model": name, "turn": turn, **row})
             print(*table[-1].values(), sep=" | ", flush=True)
     frame = pd.DataFrame(table)
@@ -156,11 +154,10 @@ def profile(folder: Path, processes: int) -> None:
     call("pd-profile", folder / "run.yaml", "-o", folder, *asked)
 
 
-def trained(folder: Path, part: float, memory: list[float]) -> dict[str, Any]:
-    """What both plans take, and what of that was not expected, in percent; what one gains. Adds to
-    `memory` how fast processes stream through it after each run.
-    """
+def trained(folder: Path, processes: int, part: float) -> dict[str, Any]:
+    """What both plans take, and what of that was not expected, in percent; what one gains."""
     row: dict[str, Any] = {}
+    memory = [streaming(processes)]
     seconds = {}
     for method in ("none", "auto"):
         plan = planned(folder, method)
@@ -171,13 +168,14 @@ def trained(folder: Path, part: float, memory: list[float]) -> dict[str, Any]:
         if part < 1:
             train = [*launcher(plan.workers), *limited(part), *train]
         subprocess.run(list(map(str, train)), check=True, stdout=subprocess.DEVNULL)
-        memory.append(streaming(plan.workers))
+        memory.append(streaming(processes))
         seconds[method] = json.loads((run / "summary.json").read_text())["seconds_per_minibatch"]
         expected = plan.predicted.seconds_in_a_run
         row[method] = f"{seconds[method] * 1e3:.1f} ms"
         row[f"of {method}"] = round(100 * (seconds[method] / expected - 1), 1)
         row[f"{method} is"] = stages(plan)
     row["gain"] = round(seconds["none"] / seconds["auto"], 3)
+    row["memory"] = " ".join(f"{each / 1e9:.1f}" for each in memory)
     return row
 
 
