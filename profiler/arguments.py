@@ -85,7 +85,8 @@ GROUPS = {
             "--shards N,N,...",
             "Time what one of so many devices has of each operator, where they divide it among"
             " them: 2,4,8; or what each has in a plan.json, to plan anew from; with none operators"
-            " are taken to divide evenly.  [default: 2, of those that take most of the time]",
+            " are taken to divide evenly.  [default: halves of those that take most of the time;"
+            " then, for half a minute, what else 2, 4 and 8 are likely to have]",
         ),
         option(
             "--warmup N",

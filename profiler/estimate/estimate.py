@@ -160,7 +160,7 @@ def _estimated(roofline: Roofline, graph: OperatorGraph) -> Estimated:
 
 
 def _alone(
-    roofline: Roofline, operators: Iterable[Operator], enough: float
+    roofline: Roofline, operators: Iterable[Operator], **_: float
 ) -> dict[Operator, float | None]:
-    """Estimates operators as `time_local_operators` asks for; `enough` of no use."""
+    """Estimates operators as `time_local_operators` asks for, which takes no time worth a limit."""
     return {each: roofline.seconds(each) for each in operators}

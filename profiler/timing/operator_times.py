@@ -72,14 +72,19 @@ def seconds_alone(
     """Returns the seconds of each operator by itself, `between` as in `time_alone`. One that cannot
     be run so takes as long for each byte of its inputs and outputs as is usual among the others.
     """
-    distinct = list(operators)
+    distinct = largest_first(operators)
     timed = time_alone(distinct, device, _SECONDS / max(1, len(distinct)), between)
-    known = [seconds / _bytes(each) for each, seconds in timed.items() if seconds is not None]
+    known = [seconds / touched_by(each) for each, seconds in timed.items() if seconds is not None]
     usual = statistics.median(known) if known else 1.0
     return {
-        each: usual * _bytes(each) if seconds is None else seconds
+        each: usual * touched_by(each) if seconds is None else seconds
         for each, seconds in timed.items()
     }
+
+
+def largest_first(operators: Iterable[Operator]) -> list[Operator]:
+    """Sorts them so that the heap need not grow for one after it has been timed."""
+    return sorted(operators, key=touched_by, reverse=True)
 
 
 def time_alone(
@@ -88,17 +93,19 @@ def time_alone(
     enough: float,
     between: int = 0,
     at_once: Contention = ALONE,
+    limit: float = math.inf,
 ) -> dict[Operator, float | None]:
-    """Returns the seconds of each operator by itself, the largest first; None for one that cannot
-    be run so. `enough`: after so many seconds an operator is not repeated further. `between`: bytes
+    """Returns the seconds of each operator by itself, in their order; None for one that cannot be
+    run so. `enough`: after so many seconds an operator is not repeated further. `between`: bytes
     that a minibatch touches from one execution of an operator to the next. `at_once`: processes
-    that do the same operator at the same time.
+    that do the same operator at the same time. `limit`: after so many seconds no other is begun.
     """
-    largest_first = sorted(operators, key=_bytes, reverse=True)
     watch, random = stopwatch(device, between), _RandomValues(device)
-    seconds = {}
+    seconds, end = {}, time.monotonic() + limit
     with no_garbage_collection():
-        for each in largest_first:
+        for each in operators:
+            if time.monotonic() > end:
+                break
             at_once.begin(_Task(operator=each, between=between).model_dump_json())
             seconds[each] = _time(each, enough, watch, random, at_once)
     return seconds
@@ -190,7 +197,7 @@ class _RandomValues:
         return self.drawn[dtype][:count].view(shape).clone()
 
 
-def _bytes(operator: Operator) -> int:
+def touched_by(operator: Operator) -> int:
     """Returns the bytes of its inputs and outputs; at least one."""
     types = (*operator.inputs, *(type_ for type_ in operator.outputs if type_ is not None))
     return sum(math.prod(type_.shape) * type_.element_bytes for type_ in types) or 1

@@ -3,6 +3,7 @@
     python scripts/bench/meshes/shardings.py trace MODEL FOLDER 4096:int64:32000 [batch_size=1]
     python scripts/bench/meshes/shardings.py solve FOLDER 8,8 [SECONDS_PER_BYTE]
     python scripts/bench/meshes/shardings.py distances 2,4 FOLDER...
+    python scripts/bench/meshes/shardings.py timed FOLDER...
     python scripts/bench/meshes/shardings.py halve FOLDER 12
 
 MODEL and its inputs are given as to pd-profile.
@@ -11,8 +12,10 @@ follow from each operator's flops and bytes. `solve` reads it and finds the best
 with its proof, in a process of its own: what it prints last is what the whole of it took. `tied`:
 seconds of the best one that is the same for all equal layers. `distances`: by how much the quick
 searches miss the best one; `propagate` is told where that has the parameters, and how it divides
-the operators that read the inputs. `halve`: what the recursive search takes for 2^12 devices, all
-halvings free, once the graph is read and after.
+the operators that read the inputs. `timed`: what part of the seconds that devices compute, in the
+best sharding on each of a few meshes, is of parts of operators that pd-profile has timed. `halve`:
+what the recursive search takes for 2^12 devices, all halvings free, once the graph is read and
+after.
 """
 
 from __future__ import annotations
@@ -138,6 +141,26 @@ def distances(mesh: tuple[int, ...], folders: list[Path]) -> None:
         )
 
 
+def timed(folders: list[Path]) -> None:
+    from pipedream.graph.placements.operators import read_operators
+    from pipedream.optimizer.intra.solver.exact import solve as solved
+    from pipedream.sharding.local_times import LocalTimes
+
+    meshes = ((2,), (4,), (2, 2), (8,), (2, 4), (4, 4), (8, 8))
+    print("model | timed | " + " | ".join(" x ".join(map(str, mesh)) for mesh in meshes))
+    for folder in folders:
+        profile = read_operators(folder / "operators.json")
+        times, shares = LocalTimes.of(profile.local_seconds), []
+        for mesh in meshes:
+            stage, seconds = stage_of(profile, mesh), {True: 0.0, False: 0.0}
+            chosen = stage.assignment(solved(stage.problem).labels).strategies
+            for call in profile.graph.calls:
+                way = call.operator, chosen[call.name], mesh
+                seconds[times.is_timed(*way)] += profile.seconds[call.name] * times.share(*way)
+            shares.append(f"{seconds[True] / sum(seconds.values()):.1%}")
+        print(f"{folder.name} | {len(profile.local_seconds)} | " + " | ".join(shares), flush=True)
+
+
 def halve(folder: Path, halvings: int) -> None:
     from pipedream.graph.cluster import Link
     from pipedream.graph.placements.operators import read_operators
@@ -199,6 +222,9 @@ def main(words: list[str]) -> None:
         return
     if words[0] == "distances":
         distances(tuple(map(int, words[1].split(","))), [Path(each) for each in words[2:]])
+        return
+    if words[0] == "timed":
+        timed([Path(each) for each in words[1:]])
         return
     if words[0] == "halve":
         halve(Path(words[1]), int(words[2]))

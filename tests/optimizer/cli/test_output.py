@@ -17,7 +17,7 @@ from pipedream.graph.placements.operators import Operator, read_operators
 from pipedream.graph.plan import Plan, read_plan, write_plan
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.report.tables import show_meshes
-from pipedream.profiler.timing.local_operators import worth_most
+from pipedream.profiler.timing.local_parts import worth_most
 from pipedream.sharding.local_times import LocalTimes
 from pipedream.sharding.planned import planned_strategies
 
