@@ -1,15 +1,16 @@
 """What one device has of divided operators: everything possible, what a plan says, what is likely.
 
+Where an axis of a mesh divides nothing, devices have what they have on the mesh without that axis.
+So the parts of 2, 4 and 8 devices that all axes divide are all there are on meshes of eight.
+
 Likely is what the solver of shardings (`optimizer/intra`) may choose, whose meshes and links are
-not known while a model is profiled. What devices have on a mesh of eight is, where an axis divides
-nothing, what they have on one of two or four; so the parts of 2, 4 and 8 devices that all axes
-divide are all there are on meshes of so many. Among them the smallest are the likeliest: what an
-operator reads and computes on a device is what it may have to be sent.
+not known while a model is profiled: the smallest parts are the likeliest, since what an operator
+reads and computes on a device is what it may have to be sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from pipedream.graph.placements.operators import Operator, OperatorGraph
@@ -32,15 +33,15 @@ class DividedOperator(NamedTuple):
 
 
 def all_parts(
-    operators: Iterable[Operator], shards: Sequence[int], chunks: tuple[int, ...]
+    operators: Iterable[Operator], shards: Iterable[int], chunks: tuple[int, ...]
 ) -> Iterator[DividedOperator]:
     """Yields what one of so many devices can have of each, in each way to divide it; dimensions
     also in these numbers of chunks.
     """
+    counts = sorted({count for most in shards for count in _divisors(most)})
     for operator in operators:
-        parts = (local_operators(operator, mesh, chunks) for mesh in meshes(shards))
-        for part in dict.fromkeys(part for own in parts for part in own):
-            yield DividedOperator(operator, part)
+        of_counts = (parts_of(operator, count, chunks) for count in counts)
+        yield from dict.fromkeys(each for own in of_counts for each in own)
 
 
 def likely_parts(
@@ -52,32 +53,36 @@ def likely_parts(
     worth = dict[DividedOperator, float]()
     for operator, taken in seconds.items():
         for devices in _LIKELY:
-            parts = list(all_parts([operator], [devices], chunks))
-            parts.sort(key=lambda each: touched_by(each.part))
-            for place, each in enumerate(parts, 1):
-                worth.setdefault(each, taken / place)
+            parts = sorted(
+                parts_of(operator, devices, chunks), key=lambda own: touched_by(own.part)
+            )
+            worth |= {each: taken / place for place, each in enumerate(parts, 1)}
     return sorted(worth, key=lambda each: -worth[each])
 
 
-def meshes(shards: Sequence[int]) -> list[Mesh]:
+def parts_of(operator: Operator, devices: int, chunks: tuple[int, ...]) -> list[DividedOperator]:
+    """Returns what the first of so many devices has where all axes of a mesh divide it."""
+    parts = (part for mesh in meshes(devices) for part in _divided(operator, mesh, chunks))
+    return [DividedOperator(operator, part) for part in dict.fromkeys(parts)]
+
+
+def meshes(devices: int) -> list[Mesh]:
     """Returns the meshes of so many devices, of one axis and of two."""
-    pairs = ((count, first) for count in shards for first in range(2, count // 2 + 1))
-    divided = ((first, count // first) for count, first in pairs if count % first == 0)
-    return [*((count,) for count in shards), *divided]
+    first_axes = [each for each in _divisors(devices) if each < devices]
+    return [(devices,), *((first, devices // first) for first in first_axes)]
 
 
-def local_operators(
-    operator: Operator, mesh: Mesh, chunks: tuple[int, ...] = ()
-) -> Iterator[Operator]:
-    """Yields what the first device has of the operator, in each way to divide it; dimensions also
-    in these numbers of chunks.
-    """
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(2, number + 1) if number % each == 0]
+
+
+def _divided(operator: Operator, mesh: Mesh, chunks: tuple[int, ...]) -> Iterator[Operator]:
     if not mesh:
         yield operator
         return
-    for strategy in strategies(operator, mesh[0], chunks):
-        local = local_operator(operator, strategy, mesh[0], 0)
-        yield from local_operators(local, mesh[1:], chunks)
+    ways = (each for each in strategies(operator, mesh[0], chunks) if each.shards)
+    for local in dict.fromkeys(local_operator(operator, way, mesh[0], 0) for way in ways):
+        yield from _divided(local, mesh[1:], chunks)
 
 
 def planned_parts(

@@ -19,7 +19,7 @@ from pipedream.graph.placements.operators import (
 from pipedream.profiler.timing import local_operators as local_operators_
 from pipedream.profiler.timing import operator_times
 from pipedream.profiler.timing.local_operators import time_local_operators
-from pipedream.profiler.timing.local_parts import local_operators, meshes
+from pipedream.profiler.timing.local_parts import all_parts, meshes
 from pipedream.profiler.timing.operator_times import time_alone
 
 CPU = torch.device("cpu")
@@ -52,35 +52,35 @@ def graph(**operators: Operator) -> OperatorGraph:
 
 
 @pytest.mark.parametrize(
-    ("shards", "expected"),
+    ("devices", "expected"),
     [
-        ((), []),
-        ((2,), [(2,)]),
-        ((2, 4), [(2,), (4,), (2, 2)]),
-        ((8,), [(8,), (2, 4), (4, 2)]),
-        ((6, 7), [(6,), (7,), (2, 3), (3, 2)]),
+        (2, [(2,)]),
+        (4, [(4,), (2, 2)]),
+        (6, [(6,), (2, 3), (3, 2)]),
+        (7, [(7,)]),
+        (8, [(8,), (2, 4), (4, 2)]),
     ],
 )
-def test_meshes(shards: tuple[int, ...], expected: list[tuple[int, ...]]) -> None:
-    assert meshes(shards) == expected
+def test_meshes(devices: int, expected: list[tuple[int, ...]]) -> None:
+    assert meshes(devices) == expected
 
 
 def sizes(operator: Operator) -> tuple[int, ...]:
     return *operator.inputs[0].shape, operator.inputs[1].shape[1]
 
 
-def test_the_local_operators_of_a_product() -> None:
-    whole = product(8, 9, 5)
-    assert {sizes(each) for each in local_operators(whole, (4,))} == {
-        (8, 9, 5),
-        (2, 9, 5),
-        (8, 3, 5),
-        (8, 9, 2),
+def test_the_parts_of_a_product() -> None:
+    def parts(operator: Operator, *shards: int) -> set[tuple[int, ...]]:
+        return {sizes(each.part) for each in all_parts([operator], shards, ())}
+
+    halves = {(4, 9, 5), (8, 5, 5), (8, 9, 3)}
+    assert parts(product(8, 9, 5), 2) == halves
+    assert parts(product(8, 9, 5), 4) == {
+        *halves,  # where an axis of 2 x 2 divides nothing
+        *((2, 9, 5), (8, 3, 5), (8, 9, 2)),
+        *((4, 5, 5), (4, 9, 3), (8, 5, 3)),
     }
-    assert {sizes(each) for each in local_operators(product(4, 2, 1), (2, 2))} == {
-        *((4, 2, 1), (2, 2, 1), (4, 1, 1)),
-        *((1, 2, 1), (2, 1, 1)),
-    }
+    assert parts(product(4, 2, 1), 4) == {(2, 2, 1), (4, 1, 1), (1, 2, 1), (2, 1, 1)}
 
 
 @pytest.fixture
