@@ -33,6 +33,11 @@ from pipedream.optimizer.search.split import Split
 _BUDGET = 300_000
 """Actions simulated, about, from each of the best candidates: about a second."""
 
+_BUDGET_OF_GROUPS = 2 * _BUDGET
+"""The same where stages end between groups: there are fewer places to end, so that a search passes
+by more of the good plans that it could have gone on to.
+"""
+
 _BUDGET_OF_OTHERS = 100_000
 """The same under each schedule that was not asked for."""
 
@@ -97,12 +102,13 @@ def choose(request: Request) -> Outcome:
     neighbours = Neighbours(request.planning, request.cluster, request.rules.straight)
     steps = _steps(neighbours)
     starts = fitting[: 1 if request.has_many_devices else _STARTS]
-    climbed = [climb(start, trials, steps, trials.spent + _BUDGET) for start in starts]
+    budget = _BUDGET_OF_GROUPS if request.groups else _BUDGET
+    climbed = [climb(start, trials, steps, trials.spent + budget) for start in starts]
     best = climbed[0]
     if not request.has_many_devices:
-        most = trials.spent + _BUDGET
+        most = trials.spent + budget
         explored = best_first([*climbed, *fitting], trials, neighbours.of, most, _WORTH_EXPLORING)
-        best = climb(explored, trials, steps, trials.spent + _BUDGET)
+        best = climb(explored, trials, steps, trials.spent + budget)
     divisions = [best.division, *(start.division for start in starts)]
     return replace(
         _outcome(request, best, trials),

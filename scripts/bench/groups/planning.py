@@ -5,7 +5,8 @@
 Each FOLDER has a graph.txt. Prints nodes and groups, the ways to cut between each, and for each
 cluster (machines, slash, bandwidths) how long whole pd-optimize processes plan with `--group none`
 and `fusion`, and `module` where there is a profile.json, and how much longer a minibatch takes by
-the plans of groups.
+the plans of groups: as simulated where plans are chosen by that, else by the formula of the cost
+model.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import pandas as pd
 from pipedream.graph.model import read_graph
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.profile import read_profile
+from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cuts.antichains import depth_first
 from pipedream.optimizer.cuts.groups import classes_of, fusion_groups, whole_modules
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
@@ -59,7 +61,7 @@ def rows(
             single, before = planned(folder, cluster, cost_model, "none")
             for how, of_groups in graphs.items():
                 grouped, after = planned(folder, cluster, cost_model, how)
-                seconds = [plan.predicted.seconds_per_minibatch for plan in (single, grouped)]
+                seconds = seconds_of(single), seconds_of(grouped)
                 yield {
                     "model": folder.name,
                     "nodes": len(plain),
@@ -72,6 +74,14 @@ def rows(
                     "took": f"{after:.1f} s",
                     "longer": f"{100 * (seconds[1] / seconds[0] - 1):+.2f} %",
                 }
+
+
+def seconds_of(plan: Plan) -> float:
+    """Of a minibatch, by what chose the plan."""
+    predicted = plan.predicted
+    if predicted.simulated is None or not COST_MODELS[predicted.cost_model](None).prices_plans:
+        return predicted.seconds_per_minibatch
+    return predicted.simulated.seconds_per_minibatch
 
 
 def cuts(graph: PlanningGraph, most: int = 300_000) -> str:
