@@ -64,7 +64,8 @@ def time_local_operators(
         ([part for _, part in likely], _LIKELY_SECONDS),
     ):
         new = [each for each in dict.fromkeys(parts) if each not in timed]
-        timed |= at_once(new, enough=_SECONDS, limit=limit)
+        if new:  # a timed call collects garbage first
+            timed |= at_once(new, enough=_SECONDS, limit=limit)
     return tuple(
         TimedOperator(operator=operator, seconds=taken)
         for operator, taken in timed.items()

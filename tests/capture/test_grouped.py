@@ -225,7 +225,7 @@ class Reduced(nn.Module):
         return (self.scale * short).sum(1), rows, self.blocks[0](self.scale * short).square().sum(1)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_awkward_reductions_are_equal_compiled() -> None:
     """Other mappings than torch's own were not faster: scripts/bench/groups/reductions.py."""
     torch._dynamo.reset()

@@ -84,7 +84,7 @@ def with_teams(views: Views, ends: tuple[int, ...], teams: tuple[Team, ...]) -> 
 ESTIMATE = ["pd-profile", "run.yaml", "--for", "cpu", "-o", "."]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_one_mesh_for_all_takes_what_teams_take(tmp_path: Path) -> None:
     """Where nothing crosses it is the plan that --mesh makes, on another cluster. Estimated: as
     measured on a busy machine other plans can be faster.
