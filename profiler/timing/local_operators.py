@@ -57,7 +57,7 @@ def time_local_operators(
     for call in graph.calls:
         of_operator[call.operator] += seconds.get(call.name, 0.0)
     asked, likely = _asked_and_likely(of_operator, shards, graph, nodes)
-    divided = dict.fromkeys(whole for whole, part in (*asked, *likely) if part != whole)
+    divided = dict.fromkeys(whole for whole, _ in (*asked, *likely))
     timed = dict(alone(largest_first(divided), enough=_SECONDS, limit=math.inf))
     for parts, limit in (
         (largest_first(part for _, part in asked), math.inf),

@@ -95,8 +95,11 @@ def planned_parts(
             continue
         chosen = planned_strategies(stage.placements.operators, graph, nodes, stage.mesh)
         for name, strategies_ in chosen.items():
-            whole = operators[name]
-            yield DividedOperator(whole, first_part(whole, strategies_, stage.mesh))
+            each = DividedOperator(
+                operators[name], first_part(operators[name], strategies_, stage.mesh)
+            )
+            if each.part != each.whole:
+                yield each
 
 
 def worth_most(seconds: Mapping[Operator, float], worth: float) -> Iterator[Operator]:
