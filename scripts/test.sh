@@ -21,10 +21,15 @@ unset PYTHONDONTWRITEBYTECODE
 
 # Compiles the planner's kernels into numba's cache, which else each process of the tests would do.
 compile_kernels() {
-    local plan=(pd-optimize tests/optimizer/translation.txt -o "$scratch" --machines 2,2
-        --bandwidth 1GB,500MB)
-    "${plan[@]}" >/dev/null && "${plan[@]}" --objective latency --microbatches 4 >/dev/null
-}
+    local layer=(torch.nn:Linear --arg in_features=512 --arg out_features=512 --input 512
+        --batch-size 64 --for h100)
+    local machines=(-o "$scratch/planned" --machines 2,2 --bandwidth 1GB,500MB)
+    pd-profile "${layer[@]}" -o "$scratch" &&
+        pd-optimize "$scratch/graph.txt" "${machines[@]}" --intra-op exact --memory 4GB &&
+        pd-optimize "$scratch/graph.txt" "${machines[@]}" --intra-op recursive &&
+        pd-optimize tests/optimizer/translation.txt "${machines[@]}" --objective latency \
+            --microbatches 4
+} >/dev/null
 
 scratch=$(mktemp -d)
 output=$scratch/output
@@ -45,7 +50,6 @@ esac
 # These run beside the tests, which leave cores idle while processes wait for each other.
 # Their output is printed after that of the tests.
 (
-    [ $# -ne 0 ] || check compile_kernels
     [ -z "${torch_version:-}" ] || exit 0
     check ruff check --quiet
     check ruff format --quiet --check
@@ -56,6 +60,7 @@ esac
     [ -z "${failed:-}" ] || { echo "test.sh: failed: $failed" && exit 1; }
 ) >"$output" 2>&1 &
 
+[ $# -ne 0 ] || check compile_kernels
 check pytest "${options[@]}" "$@"
 wait $! || failed="${failed:-}checks "
 cat "$output"

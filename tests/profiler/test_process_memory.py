@@ -39,7 +39,7 @@ def test_the_most_is_at_the_node_where_saved_bytes_and_gradients_add_up_to_most(
 @pytest.mark.slow
 def test_a_process_holds_more_than_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes save more than 64 MB, and buffers are what they were."""
-    captured, inputs = of_layers(256, 8192, 16)
+    captured, inputs = of_layers(128, 16384, 16)
     kept = footprints(captured, (inputs,), CPU)
     before = {name: each.clone() for name, each in captured.module.named_buffers()}
     found = process_memory(captured, (inputs,), kept)

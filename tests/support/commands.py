@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.process
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,11 @@ class Done:
     code: int
     out: str
     error: str
+
+
+def but_progress(error: str) -> str:
+    """Without the lines that pd-profile says now and then where a machine is slow, or busy."""
+    return re.sub(r"(?m)^pd-profile: .* after \d+ s\n", "", error)
 
 
 def typed(

@@ -6,8 +6,7 @@ Measures the network, and in each turn profiles a model with as many workers at 
 `--intra-op none` and `auto`, and trains both plans as whole processes. Prints how much longer
 updates take than their plans expect, which is of a core for each process, and the gain. With --part
 each process has that part of a core (`part_of_core.py`), so that there may be more of them than
-cores. The profile is made with whole cores, and devices are planned as slower by as much as one
-worker's plan is, trained by so many processes that need not wait for each other.
+cores; the profile is made with as many workers on as many parts.
 
 Runs last tens of seconds: in the first one the heap still grows. The bandwidth of memory that two
 processes have at once may change by half, on a virtual machine: the last column has it, in GB/s for
@@ -19,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -35,12 +33,9 @@ from efficiency import call
 from gain import launcher, measure_network, optimizer, program, stages
 from streaming import streaming
 
-from pipedream.graph.cluster import DeviceType, read_cluster, write_cluster
 from pipedream.graph.plan import Plan, read_plan
 
 BENCH = Path(__file__).parents[1]
-ALONE = 40
-"""Times as many examples as a batch has are trained to see how fast a part of a core is."""
 
 
 def _transformer(source: str, sizes: dict[str, Any], tokens: int, examples: int) -> dict[str, Any]:
@@ -111,9 +106,7 @@ def main(out: Path, models: tuple[str, ...], turns: int, processes: int, part: f
     for name in models or CASES:
         prepare(out / name, CASES[name], processes, part)
         for turn in range(turns):
-            profile(out / name, processes)
-            if part < 1:
-                slow_down(out / name, processes, part)
+            profile(out / name, processes, part)
             row = trained(out / name, processes, part)
             table.append({"model": name, "turn": turn, **row})
             print(*table[-1].values(), sep=" | ", flush=True)
@@ -144,44 +137,8 @@ def limited(part: float) -> list[object]:
     return [] if part == 1 else [sys.executable, Path(__file__).with_name("part_of_core.py"), part]
 
 
-def slow_down(folder: Path, processes: int, part: float) -> None:
-    """Writes into the cluster's file how fast devices are, beside those that were profiled."""
-    graph, one = folder / "graph.txt", ("--machines", 1, "--bandwidth", "1GB")
-    call("pd-optimize", graph, *one, *round_of(config_of(folder)), "-o", folder / "alone")
-    speed = alone(folder, at_once(processes), 1) / alone(folder, processes, part)
-    cluster_file = folder / "network" / "cluster.yaml"
-    cluster = read_cluster(cluster_file)
-    kind, machines = DeviceType(name="part", speed=speed), cluster.machines[-1]
-    slow = cluster.model_copy(update={"kinds": (kind,), "machine_kinds": ("part",) * machines})
-    write_cluster(slow, cluster_file)
-    print(f"{part} of a core is {speed:.3f} of what was profiled", flush=True)
-
-
-def alone(folder: Path, processes: int, part: float) -> float:
-    """Seconds of a minibatch where so many processes train the plan of one worker, each its own."""
-    config = config_of(folder)
-    config["data"]["args"]["examples"] = config["batch_size"] * ALONE
-    (folder / "alone.yaml").write_text(yaml.safe_dump(config))
-    train = (program("pd-train"), folder / "alone" / "plan.json", "--config", folder / "alone.yaml")
-    runs = [folder / f"alone-{process}" for process in range(processes)]
-    running = []
-    for process, run in enumerate(runs):
-        shutil.rmtree(run, ignore_errors=True)
-        words = [*limited(part), "env", "-u", "LOCAL_RANK", *train, "--no-evaluate", "-o", run]
-        environment = {**os.environ, "LOCAL_RANK": str(process)}
-        silent = {"stdout": subprocess.DEVNULL, "env": environment}
-        running.append(subprocess.Popen(list(map(str, words)), **silent))
-    assert {each.wait() for each in running} == {0}
-    return statistics.mean(seconds_of(run) for run in runs)
-
-
 def seconds_of(run: Path) -> float:
     return float(json.loads((run / "summary.json").read_text())["seconds_per_minibatch"])
-
-
-def at_once(processes: int) -> int:
-    """How many are profiled at a time."""
-    return min(processes, os.cpu_count() or 1)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -193,10 +150,13 @@ def round_of(config: dict[str, Any]) -> tuple[object, ...]:
     return "--schedule", "flush", "--microbatches", 2, "--optimizer", optimizer(config)
 
 
-def profile(folder: Path, processes: int) -> None:
+def profile(folder: Path, processes: int, part: float) -> None:
+    """With the others at the same work: all of them together have their parts of the cores."""
     shards = ",".join(str(count) for count in (2, 4, 8) if count <= processes)
-    asked = ("--workers", at_once(processes), "--shards", shards)
-    call("pd-profile", folder / "run.yaml", "-o", folder, *asked)
+    options = ("--shards", shards, "--workers", processes, "-o", folder)
+    together = limited(part * processes) if part < 1 else []
+    words = [*together, program("pd-profile"), folder / "run.yaml", *options]
+    subprocess.run(list(map(str, words)), check=True, stdout=subprocess.DEVNULL)
 
 
 def trained(folder: Path, processes: int, part: float) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import but_progress
 from profiled import layer, profile
 
 from pipedream.graph.errors import UserError
@@ -70,7 +71,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         torch.set_num_threads(threads)
         printed = capsys.readouterr()
         assert isinstance(stop.value.code, int)
-        return stop.value.code, printed.out, printed.err
+        return stop.value.code, printed.out, but_progress(printed.err)
 
     return call
 

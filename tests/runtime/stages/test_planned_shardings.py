@@ -41,7 +41,9 @@ SLOW = {"optimizer": {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}}
         ("Fused", "4", ("--mesh", "2", "--straight")),
         ("Perceptron", "2", ("--mesh", "2", "--intra-op", "recursive")),
         # Stages that begin after recurrent layers, where tensors lie in memory otherwise.
-        ("Recurrent", "4", ("--mesh", "2", "--straight")),
+        pytest.param(
+            *("Recurrent", "4", ("--mesh", "2", "--straight")), marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_learns_what_the_plain_model_does(
