@@ -6,7 +6,7 @@ Measures the network, and in each turn profiles a model with as many workers at 
 `--intra-op none` and `auto`, and trains both plans as whole processes. Prints how much longer
 updates take than their plans expect, which is of a core for each process, and the gain. With --part
 each process has that part of a core (`part_of_core.py`), so that there may be more of them than
-cores; the profile is made with as many workers on as many parts.
+cores; the profile is made so too, by as many programs at once.
 
 Runs last tens of seconds: in the first one the heap still grows. The bandwidth of memory that two
 processes have at once may change by half, on a virtual machine: the last column has it, in GB/s for
@@ -151,12 +151,23 @@ def round_of(config: dict[str, Any]) -> tuple[object, ...]:
 
 
 def profile(folder: Path, processes: int, part: float) -> None:
-    """With the others at the same work: all of them together have their parts of the cores."""
+    """With the others at the same work: as workers, or as programs with a part of a core each, of
+    which the first one's profile is taken.
+    """
     shards = ",".join(str(count) for count in (2, 4, 8) if count <= processes)
-    options = ("--shards", shards, "--workers", processes, "-o", folder)
-    together = limited(part * processes) if part < 1 else []
-    words = [*together, program("pd-profile"), folder / "run.yaml", *options]
-    subprocess.run(list(map(str, words)), check=True, stdout=subprocess.DEVNULL)
+    words = [program("pd-profile"), folder / "run.yaml", "--shards", shards, "-o"]
+    if part == 1:
+        call("pd-profile", *words[1:], folder, "--workers", processes)
+        return
+    running = [
+        subprocess.Popen(
+            list(map(str, [*limited(part), *words, out])),
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "LOCAL_RANK": str(number)},
+        )
+        for number, out in enumerate([folder, *(folder / f"{n}" for n in range(1, processes))])
+    ]
+    assert {each.wait() for each in running} == {0}
 
 
 def trained(folder: Path, processes: int, part: float) -> dict[str, Any]:

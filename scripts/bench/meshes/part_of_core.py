@@ -1,5 +1,4 @@
-"""Gives a program a part of a core, whatever others do: `part_of_core.py 0.45 pd-train ...`; with
-a part above 1, of all cores.
+"""Gives a program a part of a core, whatever others do: `part_of_core.py 0.45 pd-train ...`.
 
 So a machine with few cores stands for several smaller machines, each as slow while others wait as
 while they work. Enters a control group of its own with a quota of processor time, and becomes the
@@ -21,10 +20,9 @@ GROUPS = Path("/sys/fs/cgroup")
 def main() -> None:
     part, program = float(sys.argv[1]), sys.argv[2:]
     enter(group(f"part-{os.getpid()}", part))
-    if part < 1:
-        cores = sorted(os.sched_getaffinity(0))
-        rank = int(os.environ.get("LOCAL_RANK", 0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    cores = sorted(os.sched_getaffinity(0))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.execvp(program[0], program)
 
 
