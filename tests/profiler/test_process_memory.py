@@ -37,6 +37,7 @@ def test_the_most_is_at_the_node_where_saved_bytes_and_gradients_add_up_to_most(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_holds_more_than_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes save more than 64 MB, and buffers are what they were."""
     captured, inputs = of_layers(128, 16384, 16)

@@ -36,7 +36,7 @@ SLOW = {"optimizer": {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}}
         ("Perceptron", "4", ("--mesh", "2,2")),
         ("VGG", "4", ("--mesh", "4")),
         ("resnet18", "2", ("--mesh", "2")),
-        ("Separate", "4", ("--mesh", "2", "--straight")),
+        pytest.param(*("Separate", "4", ("--mesh", "2", "--straight")), marks=pytest.mark.thorough),
         ("TiedWords", "4", ("--mesh", "2,2")),
         ("Fused", "4", ("--mesh", "2", "--straight")),
         ("Perceptron", "2", ("--mesh", "2", "--intra-op", "recursive")),
