@@ -99,7 +99,8 @@ class RecursiveSearch:
             parts, rounds = table.moves(devices)
             latency = float(link.seconds(1)) if seconds else 0.0
             per_byte = np.float64(_seconds_per_byte(link))
-            moves = Moves(parts * per_byte, rounds * np.float64(latency), devices, minibatches)
+            fixed = rounds * np.float64(latency)
+            moves = Moves(parts * per_byte, fixed, devices, float(minibatches))  # else two kernels
             nodes, order = self._halving.arrays, self._halving.order
             chosen[:, axis] = decide(nodes, arrays, order, rows, moves, work, must, _SWEEPS)
             work = np.where(arrays.divides[chosen[:, axis]], work / devices, work)
