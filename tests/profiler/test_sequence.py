@@ -79,17 +79,8 @@ def test_a_table_of_positions_that_is_too_short_is_told() -> None:
 def test_several_lengths_have_folders_and_profiles_that_say_so(tmp_path: Path) -> None:
     arguments = [f"--arg={name}={value}" for name, value in LLAMA.items()]
     command = ["transformers:llama", *arguments, "--for", "h100", "--dtype", "bfloat16"]
-    asked = [
-        *command,
-        "--sequence",
-        "32,16",
-        "--batch-sizes",
-        "1,2",
-        "--shards",
-        "none",
-        "-o",
-        tmp_path,
-    ]
+    sizes = ("--sequence", "32,16", "--batch-sizes", "1,2", "--shards", "none")
+    asked = [*command, *sizes, "-o", tmp_path]
     code, last = run(*asked)
     assert (code, last.startswith(f"Next: pd-optimize {tmp_path} --sequence 16")) == (0, True)
     for length in (16, 32):
