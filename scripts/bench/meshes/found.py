@@ -155,17 +155,18 @@ def profile(folder: Path, processes: int, part: float) -> None:
     which the first one's profile is taken.
     """
     shards = ",".join(str(count) for count in (2, 4, 8) if count <= processes)
-    words = [program("pd-profile"), folder / "run.yaml", "--shards", shards, "-o"]
+    asked = (folder / "run.yaml", "--shards", shards, "-o")
     if part == 1:
-        call("pd-profile", *words[1:], folder, "--workers", processes)
+        call("pd-profile", *asked, folder, "--workers", processes)
         return
+    folders = [folder, *(folder / f"beside-{number}" for number in range(1, processes))]
     running = [
         subprocess.Popen(
-            list(map(str, [*limited(part), *words, out])),
+            list(map(str, [*limited(part), program("pd-profile"), *asked, out])),
             stdout=subprocess.DEVNULL,
             env={**os.environ, "LOCAL_RANK": str(number)},
         )
-        for number, out in enumerate([folder, *(folder / f"{n}" for n in range(1, processes))])
+        for number, out in enumerate(folders)
     ]
     assert {each.wait() for each in running} == {0}
 
