@@ -3,35 +3,28 @@
 0. If it has equal layers: the best labels that are the same for all of these (`ties`). They are a
    choice of the whole problem, and the messages that prove them best a good start for it.
 1. Message passing bounds all choices from below.
-2. Labels that the bound has nothing against, or next to nothing, are few enough for elimination,
-   which finds the best among them: a good choice, often the best.
-3. Labels that may be in something better than that are those whose own bound is below it. The best
-   among these, by elimination, is the best of all. Where its tables would be too large, more
-   messages are passed, in the problem that has only these labels (`narrowing`); at the end a small
-   rest is left to HiGHS.
+2. Elimination finds the best among the labels that it leaves (`relaxed`).
+3. Where messages prove no more, or all that they miss is in one spot, a variable is decided there,
+   each of its labels in a problem of its own (`branching`).
 
 A limit of bytes enters by a price of a byte: for any price p >= 0 the least seconds + p (bytes -
-limit) is a lower bound (Everett, 1963), and the best price is found by bisection.
+limit) is a lower bound (Everett, 1963), and the best price is found by bisection; at the end a
+small rest is left to HiGHS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from time import monotonic
 
-import numpy as np
-
-from pipedream.optimizer.intra.solver.elimination import eliminate
+from pipedream.optimizer.intra.solver.branching import Branching
 from pipedream.optimizer.intra.solver.integer import column_count, integer_program
 from pipedream.optimizer.intra.solver.messages import Messages
-from pipedream.optimizer.intra.solver.narrowing import narrow
-from pipedream.optimizer.intra.solver.problem import Floats, Ints, Problem
+from pipedream.optimizer.intra.solver.problem import TIE, Ints, Problem, expanded
+from pipedream.optimizer.intra.solver.relaxed import Relaxed
 from pipedream.optimizer.intra.solver.ties import tie
-
-TIE = 1e-9
-"""Relative difference below which two sums are equal."""
 
 _SWEEPS = 20
 """Each time, before the bound is used."""
@@ -47,20 +40,11 @@ _MUCH_SMALLER = 0.5
 _OF_THE_TIME = 0.3
 """For tied layers at most."""
 
-_NOTHING_AGAINST = 1e-6
-"""Labels whose bound is above the bound of all by no more than this part of it are tried."""
-
-_SETTLED = 2e-4
-"""Relative gain of the bound below which that is worth it."""
-
-_FEWER = 0.95
-"""Elimination is tried again once this part of the labels that were too many is left."""
-
-_NARROWED = 0.8
-"""Messages are passed in a smaller problem once this part of the labels is left."""
-
 _STALLED = 1e-12
 """Relative gain of the bound below which more sweeps are not worth it."""
+
+_SLOW = 0.5
+"""Of what the bound misses: if more sweeps gain less, it is looked where that is."""
 
 _FEW_COLUMNS = 20_000
 """Of an integer program that may be solved in some seconds."""
@@ -111,11 +95,12 @@ class _Search:
 
     def run(self) -> Choice:
         few = self._begin_tied()
-        priced = self._pass(self.messages, TIE, _FEWER_SWEEPS if few else _SWEEPS)
-        if self.problem.limit is not None and not self._choice().proven:
-            priced = self._bisect(priced)
-        if not self._choice().proven:
-            self._finish(priced)
+        relaxed = self._pass(self.messages, TIE, _FEWER_SWEEPS if few else _SWEEPS)
+        if self.problem.limit is None:
+            self._branch(relaxed)
+        elif not self._choice().proven:
+            relaxed = self._bisect(relaxed)
+            self._finish(relaxed)
         return self._choice()
 
     def _choice(self) -> Choice:
@@ -137,22 +122,36 @@ class _Search:
         self.messages.continue_from_joined(joined, search.messages)
         return True
 
-    def _at_price(self, price: float, before: Messages, close: float) -> _Priced:
+    def _at_price(self, price: float, before: Messages, close: float) -> Relaxed:
         messages = Messages.of(self.problem, price)
         messages.continue_from(before)
         return self._pass(messages, close, _SWEEPS)
 
-    def _pass(self, messages: Messages, close: float, sweeps: int) -> _Priced:
-        """Passes messages and looks for choices, until the best is as close to the bound."""
-        priced, least, most = _Priced(self, messages), -inf, self.sweeps + _MOST_SWEEPS
+    def _pass(self, messages: Messages, close: float, sweeps: int) -> Relaxed:
+        """Passes messages and looks for choices, until the best is as close to the bound, or
+        deciding a variable promises more.
+        """
+        relaxed = Relaxed(messages, partial(self.try_, price=messages.price), self.narrows)
+        if self.best is not None and self.problem.limit is None:
+            relaxed.labels, relaxed.taken, relaxed.seconds = self.best, self.seconds, self.seconds
+        most = self.sweeps + _MOST_SWEEPS
         while True:
-            priced.messages.sweep(sweeps)
+            before = relaxed.bound
+            relaxed.messages.sweep(sweeps)
             self.sweeps += sweeps
-            priced.improve(close)
-            stalled = priced.bound <= least + _STALLED * abs(least) or self.sweeps >= most
-            least = priced.bound
-            if priced.is_within(close) or stalled or monotonic() > self.until:
-                return priced
+            relaxed.improve(close)
+            self.raise_bound(relaxed.bound, relaxed.price)
+            stalled = relaxed.bound <= before + _STALLED * abs(before) or self.sweeps >= most
+            if relaxed.is_within(close) or stalled or monotonic() > self.until:
+                return relaxed
+            slow = relaxed.bound - before < _SLOW * (relaxed.seconds - relaxed.bound)
+            if slow and self.problem.limit is None and relaxed.misses_one_spot():
+                return relaxed
+
+    def _branch(self, relaxed: Relaxed) -> None:
+        branching = Branching(self.problem, relaxed.seconds, self.until)
+        self.bound = max(self.bound, branching.bound(relaxed))
+        self.sweeps += branching.sweeps
 
     def try_(self, labels: Ints, price: float) -> float:
         """Remembers the labels if they are the best within the limit; their priced seconds."""
@@ -166,7 +165,7 @@ class _Search:
         """Takes note of what no choice takes less than, bytes by their price."""
         self.bound = max(self.bound, priced - price * (self.problem.limit or 0.0))
 
-    def _bisect(self, priced: _Priced) -> _Priced:
+    def _bisect(self, priced: Relaxed) -> Relaxed:
         """Finds the price at which the best choice just keeps the limit, and of all that it tries
         gives the one with the best bound.
         """
@@ -191,108 +190,17 @@ class _Search:
                 break
         return found
 
-    def _finish(self, priced: _Priced) -> None:
+    def _finish(self, relaxed: Relaxed) -> None:
         """Leaves to an integer program what the bound does not rule out, if that is little."""
-        discount = priced.price * (self.problem.limit or 0.0)
-        alive = priced.alive(priced.messages.least(), self.seconds + discount)
-        left = priced.messages.problem.restricted(alive)
         remaining = self.until - monotonic()
-        if column_count(left) <= _FEW_COLUMNS and remaining > 0:
+        if self._choice().proven or remaining <= 0:
+            return
+        messages = relaxed.messages
+        most = self.seconds + relaxed.price * (self.problem.limit or 0.0)
+        alive = messages.alive(messages.least(), most)
+        left = messages.problem.restricted(alive)
+        if column_count(left) <= _FEW_COLUMNS:
             solution = integer_program(left, remaining)
             if solution.labels is not None:
-                self.try_(priced.original(_original(alive, solution.labels)), 0.0)
+                self.try_(relaxed.original(expanded(alive, solution.labels)), 0.0)
             self.bound = max(self.bound, min(solution.bound, self.seconds))
-
-
-@dataclass
-class _Priced:
-    """The best choice so far at one price, and its bound. `left`: of each variable the labels that
-    `messages` are of, None for all.
-    """
-
-    search: _Search
-    messages: Messages
-    seconds: float = inf
-    bound: float = -inf
-    too_many: float = inf
-    """So many labels were too many for elimination."""
-    left: list[Ints] | None = None
-
-    def __post_init__(self) -> None:
-        if self.price == 0.0 and self.search.problem.limit is None:
-            self.seconds = self.search.seconds  # of what is known already
-
-    @property
-    def price(self) -> float:
-        return self.messages.price
-
-    def is_within(self, close: float) -> bool:
-        return self.seconds <= self.bound * (1 + close) + 1e-30
-
-    def improve(self, close: float) -> None:
-        before = self.bound
-        self._raise(self.messages.bound())
-        if self.is_within(close):
-            return
-        self._try(self.messages.labels())
-        if self.is_within(close) or self.bound - before > _SETTLED * abs(before):
-            return
-        least = self.messages.least()
-        self._eliminate(self.alive(least, self.bound * (1 + _NOTHING_AGAINST)))
-        if self.is_within(close):
-            return
-        alive = self.alive(least, self.seconds)
-        if self._eliminate(alive):
-            self._raise(self.seconds)
-        elif self.search.narrows and _count(alive) < _NARROWED * len(least):
-            self._narrow(alive)
-
-    def alive(self, least: Floats, most: float) -> list[Ints]:
-        """The labels of each variable whose bound is at most so many priced seconds, but at least
-        that of the lowest. `least`: as `Messages.least` gives it.
-        """
-        ends = np.cumsum([len(own) for own in self.messages.problem.seconds])[:-1]
-        most *= 1 + TIE
-        return [np.flatnonzero(own <= max(most, own.min())) for own in np.split(least, ends)]
-
-    def original(self, labels: Ints) -> Ints:
-        """In the whole problem."""
-        return labels if self.left is None else _original(self.left, labels)
-
-    def _narrow(self, alive: Sequence[Ints]) -> None:
-        """Goes on without labels that are in nothing better."""
-        narrowed = narrow(self.messages.problem, alive)
-        messages = Messages.of(narrowed.problem, self.price)
-        messages.continue_from_narrowed(narrowed, self.messages)
-        self.messages = messages
-        if self.left is None:
-            self.left = list(alive)
-        else:
-            self.left = [own[kept] for own, kept in zip(self.left, alive, strict=True)]
-
-    def _eliminate(self, alive: Sequence[Ints]) -> bool:
-        """Finds the best among these labels; returns whether it could."""
-        if _count(alive) > _FEWER * self.too_many:
-            return False
-        labels = eliminate(self.messages.problem.restricted(alive), self.price)
-        if labels is None:
-            self.too_many = _count(alive)
-            return False
-        self._try(_original(alive, labels))
-        return True
-
-    def _try(self, labels: Ints) -> None:
-        self.seconds = min(self.seconds, self.search.try_(self.original(labels), self.price))
-
-    def _raise(self, bound: float) -> None:
-        """Takes note of a bound of the labels that are left; no others are in anything better."""
-        self.bound = max(self.bound, min(bound, self.seconds))
-        self.search.raise_bound(self.bound, self.price)
-
-
-def _count(alive: Sequence[Ints]) -> int:
-    return sum(map(len, alive))
-
-
-def _original(alive: Sequence[Ints], labels: Ints) -> Ints:
-    return np.array([own[label] for own, label in zip(alive, labels, strict=True)], dtype=np.intp)

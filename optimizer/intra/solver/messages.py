@@ -18,8 +18,9 @@ Nesterov's momentum (1983), which begins anew wherever the bound falls (O'Donogh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -34,10 +35,25 @@ from pipedream.optimizer.intra.solver.factors import (
 )
 from pipedream.optimizer.intra.solver.joining import Joined
 from pipedream.optimizer.intra.solver.narrowing import Narrowed
-from pipedream.optimizer.intra.solver.problem import Floats, Ints, Problem, Value
+from pipedream.optimizer.intra.solver.problem import TIE, Floats, Ints, Problem, Value
 
 _ALL = 1e6
 """Units of cost that all together take at most."""
+
+
+_Index: TypeAlias = slice | Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Variables between which messages are passed, in their order, and the factors that these are
+    members of. `labels`, `messages`: where theirs are in arrays over all.
+    """
+
+    variables: Ints
+    factors: Ints
+    labels: _Index
+    messages: _Index
 
 
 @dataclass(eq=False)
@@ -48,6 +64,7 @@ class Momentum:
         messages(k) + (k - 1) / (k + 2) (messages(k) - messages(k - 1)).
     """
 
+    part: Part
     steps: int = 0
     bound: float = -np.inf
     last: tuple[Floats, Floats] | None = None
@@ -55,20 +72,21 @@ class Momentum:
 
     def begin(self, messages: Messages) -> None:
         if self.last is not None and self.before is not None:
-            part = (self.steps - 1) / (self.steps + 2)
-            now = messages.unary, messages.messages
-            for tensor, last, before in zip(now, self.last, self.before, strict=True):
-                tensor += part * (last - before)
+            factor = (self.steps - 1) / (self.steps + 2)
+            now = (messages.unary, self.part.labels), (messages.messages, self.part.messages)
+            for (tensor, own), last, before in zip(now, self.last, self.before, strict=True):
+                tensor[own] += factor * (last - before)
 
     def end(self, messages: Messages) -> None:
         """Takes a sweep back that led too far."""
-        bound = messages.bound()
+        bound = messages._bound(self.part)
         if bound < self.bound and self.last is not None and self.before is not None:
-            messages.unary[:], messages.messages[:] = self.last
+            messages.unary[self.part.labels], messages.messages[self.part.messages] = self.last
             self.steps, self.before = 0, None
             return
-        self.steps, self.bound = self.steps + 1, bound
-        self.before, self.last = self.last, (messages.unary.copy(), messages.messages.copy())
+        self.steps, self.bound, self.before = self.steps + 1, bound, self.last
+        unary, passed = messages.unary[self.part.labels], messages.messages[self.part.messages]
+        self.last = unary.copy(), passed.copy()
 
 
 @dataclass(eq=False)
@@ -87,35 +105,106 @@ class Messages:
     price: float
     first_factor: Sequence[int]
     """Of each value; the next one's at the end."""
-    momentum: Momentum = field(default_factory=Momentum)
+    momentum: Momentum | None = None
+    """Of the last sweeps, if more of these may go on with it."""
 
     @staticmethod
     def of(problem: Problem, price: float = 0.0) -> Messages:
         return _Builder(problem, price).build()
 
-    def sweep(self, count: int) -> None:
-        """Passes messages forward and backward so many times. The bound never falls."""
+    def sweep(self, count: int, part: Part | None = None) -> None:
+        """Passes messages forward and backward so many times, in this part or everywhere. The
+        bound never falls.
+        """
+        part = part or self.whole
+        if self.momentum is None or self.momentum.part is not part:
+            self.momentum = Momentum(part)
         for _ in range(count):
             self.momentum.begin(self)
-            passing.sweep(True, *self._state)
-            passing.sweep(False, *self._state)
+            passing.sweep(True, part.variables, *self._state)
+            passing.sweep(False, part.variables, *self._state)
             self.momentum.end(self)
 
-    def bound(self) -> float:
-        """Seconds that no labels take less than, counting bytes by their price."""
-        return float(passing.bound(*self._state)) * self.unit
-
-    def labels(self) -> Ints:
-        """One label for each variable: in their order by what is known, then improved one by one
-        until none is better.
+    def bound(self, part: Part | None = None) -> float:
+        """Seconds that no labels take less than, counting bytes by their price; or of them those
+        of this part.
         """
-        return np.asarray(passing.label(*self._state))
+        return self._bound(part or self.whole) * self.unit
+
+    def _bound(self, part: Part) -> float:
+        own, joint = passing.bounds(part.variables, part.factors, *self._state)
+        return float(own.sum() + joint.sum())
+
+    def taken(self, labels: Ints, part: Part) -> float:
+        """What these labels take, in the part that the bound is of; a little less where a value has
+        several factors.
+        """
+        own, joint = passing.costs(labels, part.variables, part.factors, *self._state)
+        return float(own.sum() + joint.sum()) * self.unit
+
+    @cached_property
+    def whole(self) -> Part:
+        counts = (len(self.variables.first) - 1, len(self.factors.first) - 1)
+        return Part(*map(np.arange, counts), slice(None), slice(None))
+
+    def part(self, variables: Ints) -> Part:
+        """Of these variables."""
+        chosen = np.sort(variables)
+        labels, slots = self.variables.first, self.variables.first_slot
+        own = self.variables.slots[_ranges(slots[chosen], slots[chosen + 1])]
+        factors, first, ends = np.unique(self.slots.factor[own]), self.factors.first, self.slots
+        messages = _ranges(ends.message[first[factors]], ends.message[first[factors + 1]])
+        return Part(chosen, factors, _ranges(labels[chosen], labels[chosen + 1]), messages)
+
+    def decided(self, variable: int, label: int) -> Messages:
+        """Those of the problem in which the variable has this label, for a start these."""
+        slots = self.slots._replace(usable=self.slots.usable.copy())
+        unary, messages = self.unary.copy(), self.messages.copy()
+        passing.decide(variable, label, self.variables, slots, unary, messages)
+        return replace(self, slots=slots, unary=unary, messages=messages, momentum=None)
+
+    def excess(self, labels: Ints) -> tuple[Floats, Floats]:
+        """What these labels take more than the least, of each variable and of each factor, in
+        seconds: all together by how much they are above the bound.
+        """
+        where = self.whole.variables, self.whole.factors
+        taken = passing.costs(labels, *where, *self._state)
+        own, joint = map(np.subtract, taken, passing.bounds(*where, *self._state))
+        return own * self.unit, joint * self.unit
+
+    def members(self, factor: int) -> Ints:
+        """The variables of a factor, its source first."""
+        return self._owner[self.factors.first[factor] : self.factors.first[factor + 1]]
+
+    @cached_property
+    def _owner(self) -> Ints:
+        """The variable of each slot."""
+        owner = np.zeros(len(self.variables.slots), dtype=np.intp)
+        counts = np.diff(self.variables.first_slot)
+        owner[self.variables.slots] = np.repeat(np.arange(len(counts)), counts)
+        return owner
+
+    def labels(self, part: Part | None = None, others: Ints | None = None) -> Ints:
+        """One label for each variable: in their order by what is known, then improved one by one
+        until none is better. `others`: with a part, those of the variables that are not in it.
+        """
+        part = part or self.whole
+        given = np.full(len(self.variables.first) - 1, -1) if others is None else others
+        return np.asarray(passing.label(given, part.variables, *self._state))
 
     def least(self) -> Floats:
         """For each label a lower bound on all choices with it, in seconds; labels of one variable
         after the other.
         """
-        return np.asarray(passing.least(*self._state)) * self.unit
+        return np.asarray(passing.least(self._bound(self.whole), *self._state)) * self.unit
+
+    def alive(self, least: Floats, most: float) -> list[Ints]:
+        """The labels of each variable whose bound is at most so many seconds, but at least that of
+        the lowest. `least`: as `least` gives it.
+        """
+        most *= 1 + TIE
+        parts = np.split(least, self.variables.first[1:-1])
+        return [np.flatnonzero(own <= max(most, own.min())) for own in parts]
 
     @property
     def _state(self) -> tuple[Any, ...]:
@@ -129,7 +218,7 @@ class Messages:
         usable = self.slots.usable == 1
         self.messages[usable] = before.messages[usable] * (before.unit / self.unit)
         passing.apply(self.variables, self.slots, self.unary, self.messages)
-        self.momentum = Momentum()
+        self.momentum = None
 
     def continue_from_joined(self, joined: Joined, before: Messages) -> None:
         """Begins with the messages of a problem in which variables are joined, at the same price:
@@ -150,7 +239,7 @@ class Messages:
                 share = 1 / merged.readers.count(place) / count
                 self._set(own, ratio * share * before._known(its_ends[place]))
         passing.apply(self.variables, self.slots, self.unary, self.messages)
-        self.momentum = Momentum()
+        self.momentum = None
 
     def continue_from_narrowed(self, narrowed: Narrowed, before: Messages) -> None:
         """Begins with the messages of a problem of which this is what is left, at the same price:
@@ -163,7 +252,7 @@ class Messages:
                 for here, there in zip(ends, whole, strict=True):
                     self._set(here, ratio * before._known(there)[own])
         passing.apply(self.variables, self.slots, self.unary, self.messages)
-        self.momentum = Momentum()
+        self.momentum = None
 
     def _ends(self, value: int) -> tuple[list[slice], list[slice]]:
         """Where messages of a value are: of its source in each factor, and of its readers."""
@@ -321,6 +410,12 @@ def _blocks(readers: int) -> Sequence[list[int]]:
     """Readers by factor, as evenly as can be."""
     count = -(-readers // MOST_READERS)
     return [list(map(int, each)) for each in np.array_split(np.arange(readers), max(count, 1))]
+
+
+def _ranges(begin: Ints, end: Ints) -> Ints:
+    """All numbers from each begin to before its end, one range after the other."""
+    counts = end - begin
+    return np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
 
 
 def _offsets(counts: Sequence[int] | Ints) -> Ints:

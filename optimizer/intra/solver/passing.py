@@ -35,14 +35,13 @@ def apply(variables, slots, unary, messages):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def sweep(forward, variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
-    """Each variable receives all that its factors know, and sends it on to those with members that
-    come after it (or before it, backward), in equal parts for each value that they stand for.
+def sweep(forward, part, variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
+    """Each variable of the part receives all that its factors know, and sends it on to those with
+    members that come after it (or before it, backward), in equal parts for each value that they
+    stand for.
     """
     free = np.full(len(slots.factor), -1)
-    count = len(variables.first) - 1
-    for step in range(count):
-        v = step if forward else count - 1 - step
+    for v in part if forward else part[::-1]:
         own = unary[variables.first[v] : variables.first[v + 1]]
         begin, end = variables.first_slot[v], variables.first_slot[v + 1]
         ahead, behind = 0.0, 0.0
@@ -84,21 +83,64 @@ def _move(slot, size, share, unary, slots, messages, amounts):  # type: ignore[n
 
 
 @njit(cache=True)
-def bound(variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
-    free, total = np.full(len(slots.factor), -1), 0.0
-    for v in range(len(variables.first) - 1):
-        total += unary[variables.first[v] : variables.first[v + 1]].min()
-    for f in range(len(factors.first) - 1):
-        minima(factors.first[f], slots, factors, messages, free, work)
-        total += work.out[: factors.given[f]].min()
-    return total
+def _fixed(labels, variables, slots):  # type: ignore[no-untyped-def]
+    """The placement of each slot with these labels; -1 for those of a variable with label -1."""
+    fixed = np.full(len(slots.factor), -1)
+    for v in range(len(labels)):
+        if labels[v] >= 0:
+            for slot in variables.slots[variables.first_slot[v] : variables.first_slot[v + 1]]:
+                fixed[slot] = slots.places[slots.place[slot] + labels[v]]
+    return fixed
 
 
 @njit(cache=True)
-def least(variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
+def costs(labels, part, near, variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
+    """With these labels, of each variable of the part and each factor near it."""
+    fixed = _fixed(labels, variables, slots)
+    own, joint = np.zeros(len(part)), np.zeros(len(near))
+    for k, v in enumerate(part):
+        own[k] = unary[variables.first[v] + labels[v]]
+    for k, f in enumerate(near):
+        source = factors.first[f]
+        minima(source, slots, factors, messages, fixed, work)
+        joint[k] = work.out[fixed[source]]
+    return own, joint
+
+
+@njit(cache=True)
+def bounds(part, near, variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
+    """The least that labels take, of each variable of the part and each factor near it."""
     free = np.full(len(slots.factor), -1)
-    total = bound(variables, slots, factors, unary, messages, work)
-    least = np.zeros(len(unary))
+    own, joint = np.zeros(len(part)), np.zeros(len(near))
+    for k, v in enumerate(part):
+        own[k] = unary[variables.first[v] : variables.first[v + 1]].min()
+    for k, f in enumerate(near):
+        size = minima(factors.first[f], slots, factors, messages, free, work)
+        joint[k] = work.out[:size].min()
+    return own, joint
+
+
+@njit(cache=True)
+def decide(v, label, variables, slots, unary, messages):  # type: ignore[no-untyped-def]
+    """Forbids all other labels of a variable, and the placements that none but they have."""
+    begin, end = variables.first[v], variables.first[v + 1]
+    for x in range(begin, end):
+        if x != begin + label:
+            unary[x] = FORBIDDEN
+    for k in range(variables.first_slot[v], variables.first_slot[v + 1]):
+        slot = variables.slots[k]
+        chosen = slots.places[slots.place[slot] + label]
+        for x in range(end - begin):
+            place = slots.places[slots.place[slot] + x]
+            if place != chosen:
+                slots.usable[slots.message[slot] + place] = 0
+                messages[slots.message[slot] + place] = -FORBIDDEN
+
+
+@njit(cache=True)
+def least(total, variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
+    """For each label, where `total` is the bound of all."""
+    free, least = np.full(len(slots.factor), -1), np.zeros(len(unary))
     for v in range(len(variables.first) - 1):
         begin, end = variables.first[v], variables.first[v + 1]
         least[begin:end] = unary[begin:end]
@@ -115,13 +157,16 @@ def least(variables, slots, factors, unary, messages, work):  # type: ignore[no-
 
 
 @njit(cache=True)
-def label(variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
-    count = len(variables.first) - 1
-    fixed = np.full(len(slots.factor), -1)
-    chosen = np.zeros(count, dtype=np.intp)
+def label(given, part, variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
+    """Labels of the part by what is known, in the order of its variables, then improved one by one
+    until none is better; others as they are given.
+    """
+    chosen = given.copy()
+    chosen[part] = -1
+    fixed = _fixed(chosen, variables, slots)
     for improving in range(20):
         changes = 0
-        for v in range(count):
+        for v in part:
             begin, labels = variables.first[v], variables.first[v + 1] - variables.first[v]
             costs = unary[begin : begin + labels].copy()
             for k in range(variables.first_slot[v], variables.first_slot[v + 1]):

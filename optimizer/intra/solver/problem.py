@@ -21,6 +21,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+TIE = 1e-9
+"""Relative difference below which two sums are equal."""
+
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.intp]
 
@@ -135,3 +138,8 @@ class Problem:
             self.limit,
             self.kinds,
         )
+
+
+def expanded(left: Sequence[Ints], labels: Ints) -> Ints:
+    """Labels by their numbers before, of a problem `restricted` to those that are left."""
+    return np.array([own[label] for own, label in zip(left, labels, strict=True)], dtype=np.intp)

@@ -26,8 +26,8 @@ def test_sixty_sweeps_reach_from_end_to_end(seed: int) -> None:
     for _ in range(60):
         messages.sweep(1)
         bounds.append(messages.bound())
-        passing.sweep(True, *plain._state)
-        passing.sweep(False, *plain._state)
+        passing.sweep(True, plain.whole.variables, *plain._state)
+        passing.sweep(False, plain.whole.variables, *plain._state)
     assert all(later >= one * (1 - 1e-12) for one, later in pairwise(bounds))
     assert bounds[-1] == pytest.approx(least, rel=1e-9)
     assert bounds[-1] <= least * (1 + 1e-9)
