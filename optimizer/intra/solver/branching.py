@@ -36,6 +36,9 @@ _LARGER = 4
 _SWEEPS = 10
 """In each step."""
 
+_FEW = 4
+"""Labels: so many may be left for one to be decided before messages have settled."""
+
 _SLOW, _STALLED = 0.5, 0.02
 """Of what a bound misses: where a step gains less a variable is decided, if it is missed at one
 spot; in any case.
@@ -54,7 +57,7 @@ class _Node:
     proved: float = field(compare=False)
     decided: tuple[int, ...] = field(default=(), compare=False)
     decision: tuple[int, int] | None = field(default=None, compare=False)
-    size: int = field(default=_PART, compare=False)
+    size: int = field(default=0, compare=False)
     is_split: bool = field(default=False, compare=False)
     """Whether a variable is decided next."""
 
@@ -67,11 +70,29 @@ class Branching:
     best: float
     until: float
     sweeps: int = 0
+    _heap: list[_Node] = field(default_factory=list)
     _made: int = 0
 
-    def bound(self, relaxed: Relaxed) -> float:
+    def begin(self, relaxed: Relaxed) -> bool:
+        """Decides a variable. Returns whether few of its labels are left by messages near it; if
+        not it is better to know more before one is decided.
+        """
+        nodes, left = self._split(_Node(relaxed.bound, 0, relaxed, relaxed.bound)), list[_Node]()
+        heapq.heapify(nodes)
+        while nodes and len(left) <= _FEW and monotonic() < self.until:
+            node = heapq.heappop(nodes)
+            if self._is_open(node):
+                where = left if self._is_for_all(node) else nodes
+                if where is nodes:
+                    self._pass_near(node)
+                heapq.heappush(where, node)
+        self._heap = [*left, *nodes]
+        heapq.heapify(self._heap)
+        return len(left) <= _FEW
+
+    def run(self) -> float:
         """Seconds that no choice takes less than."""
-        heap = [_Node(relaxed.bound, 0, relaxed, relaxed.bound, is_split=True)]
+        heap = self._heap
         while heap and self._is_open(heap[0]) and monotonic() < self.until:
             # bound of all = least of the bounds of nodes, of which each choice is in one
             for node in self._next(heapq.heappop(heap)):
@@ -82,15 +103,17 @@ class Branching:
     def _is_open(self, node: _Node) -> bool:
         return node.bound < self.best * (1 - TIE)
 
+    def _is_for_all(self, node: _Node) -> bool:
+        """Whether the next part would be nearly everything."""
+        return node.size * _LARGER >= len(self.problem.seconds)
+
     def _next(self, node: _Node) -> list[_Node]:
         if node.is_split:
             return self._split(node)
-        self.sweeps += _SWEEPS
-        if node.size * _LARGER < len(self.problem.seconds):
-            self._pass_near(node)
-            node.size *= _LARGER
-        else:
+        if self._is_for_all(node):
             self._pass(node)
+        else:
+            self._pass_near(node)
         return [node]
 
     def _pass_near(self, node: _Node) -> None:
@@ -102,6 +125,8 @@ class Branching:
         bound, taken = messages.bound(part), messages.taken(labels, part)
         messages = self._decide(node)
         messages.sweep(_SWEEPS, part)
+        self.sweeps += _SWEEPS
+        node.size *= _LARGER
         node.proved += messages.bound(part) - bound
         node.bound = max(node.bound, node.proved)
         if self._is_open(node):
@@ -114,6 +139,7 @@ class Branching:
         """Passes messages everywhere."""
         relaxed, before = node.relaxed, node.bound
         self._decide(node).sweep(_SWEEPS)
+        self.sweeps += _SWEEPS
         relaxed.bound, relaxed.seconds = node.bound, self.best
         relaxed.labels, relaxed.taken = None, inf
         relaxed.improve(TIE)
@@ -146,7 +172,8 @@ class Branching:
             self._made += 1
             bound = max(node.bound, float(least[first + label]))
             relaxed = replace(node.relaxed, narrows=True)
-            nodes.append(_Node(bound, self._made, relaxed, node.proved, decided, (variable, label)))
+            own = bound, self._made, relaxed, node.proved, decided, (variable, label), _PART
+            nodes.append(_Node(*own))
         return nodes
 
     def _worst(self, node: _Node) -> list[int]:

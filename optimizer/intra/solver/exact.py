@@ -40,11 +40,10 @@ _MUCH_SMALLER = 0.5
 _OF_THE_TIME = 0.3
 """For tied layers at most."""
 
-_STALLED = 1e-12
-"""Relative gain of the bound below which more sweeps are not worth it."""
-
-_SLOW = 0.5
-"""Of what the bound misses: if more sweeps gain less, it is looked where that is."""
+_SLOW, _STALLED = 0.5, 0.02
+"""Gain of the bound, as a part of what it misses: below which it is looked whether that is at one
+spot; below which more sweeps are not worth it.
+"""
 
 _FEW_COLUMNS = 20_000
 """Of an integer program that may be solved in some seconds."""
@@ -92,15 +91,17 @@ class _Search:
         self.messages = Messages.of(problem)
         """At no price."""
         self.tied: Choice | None = None
+        self.branching: Branching | None = None
+        self.missed = inf
+        """By the bound, when it was tried to decide a variable."""
 
     def run(self) -> Choice:
         few = self._begin_tied()
         relaxed = self._pass(self.messages, TIE, _FEWER_SWEEPS if few else _SWEEPS)
-        if self.problem.limit is None:
+        if self.problem.limit is None and not self._choice().proven:
             self._branch(relaxed)
         elif not self._choice().proven:
-            relaxed = self._bisect(relaxed)
-            self._finish(relaxed)
+            self._finish(self._bisect(relaxed))
         return self._choice()
 
     def _choice(self) -> Choice:
@@ -141,16 +142,42 @@ class _Search:
             self.sweeps += sweeps
             relaxed.improve(close)
             self.raise_bound(relaxed.bound, relaxed.price)
-            stalled = relaxed.bound <= before + _STALLED * abs(before) or self.sweeps >= most
+            stalled = self._gain(relaxed, before) < _STALLED or self.sweeps >= most
             if relaxed.is_within(close) or stalled or monotonic() > self.until:
                 return relaxed
-            slow = relaxed.bound - before < _SLOW * (relaxed.seconds - relaxed.bound)
-            if slow and self.problem.limit is None and relaxed.misses_one_spot():
+            if self._is_slow(relaxed, before) and self._decides(relaxed):
                 return relaxed
 
+    def _gain(self, relaxed: Relaxed, before: float) -> float:
+        """Of the bound, as a part of what it misses."""
+        return (relaxed.bound - before) / max(relaxed.seconds - relaxed.bound, 1e-30)
+
+    def _is_slow(self, relaxed: Relaxed, before: float) -> bool:
+        """Whether more sweeps may not do, and the bound has come much nearer since a variable was
+        to be decided last.
+        """
+        near = relaxed.seconds - relaxed.bound < _SLOW * self.missed
+        return near and self.problem.limit is None and self._gain(relaxed, before) < _SLOW
+
+    def _decides(self, relaxed: Relaxed) -> bool:
+        """Decides a variable, if what messages miss is at one spot, and that helps."""
+        if not relaxed.misses_one_spot():
+            return False
+        self.missed = relaxed.seconds - relaxed.bound
+        self.branching = Branching(self.problem, relaxed.seconds, self.until)
+        helps = self.branching.begin(relaxed)
+        relaxed.seconds = self.branching.best
+        if not helps:
+            self.sweeps += self.branching.sweeps
+            self.branching = None
+        return helps
+
     def _branch(self, relaxed: Relaxed) -> None:
-        branching = Branching(self.problem, relaxed.seconds, self.until)
-        self.bound = max(self.bound, branching.bound(relaxed))
+        branching = self.branching
+        if branching is None:
+            branching = Branching(self.problem, relaxed.seconds, self.until)
+            branching.begin(relaxed)
+        self.bound = max(self.bound, branching.run())
         self.sweeps += branching.sweeps
 
     def try_(self, labels: Ints, price: float) -> float:

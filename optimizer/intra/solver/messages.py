@@ -144,8 +144,8 @@ class Messages:
 
     @cached_property
     def whole(self) -> Part:
-        counts = (len(self.variables.first) - 1, len(self.factors.first) - 1)
-        return Part(*map(np.arange, counts), slice(None), slice(None))
+        variables, factors = len(self.variables.first) - 1, len(self.factors.first) - 1
+        return Part(np.arange(variables), np.arange(factors), slice(None), slice(None))
 
     def part(self, variables: Ints) -> Part:
         """Of these variables."""

@@ -72,14 +72,18 @@ def _project(slot, unary, slots, factors, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _move(slot, size, share, unary, slots, messages, amounts):  # type: ignore[no-untyped-def]
-    """Moves a share of these amounts, one for each placement, from the factor to the variable."""
+    """Moves a share of these amounts, one for each placement, from the factor to the variable.
+
+    Labels that are ruled out stay so: beside 1e12 a sum would lose what decides between others.
+    """
     message = slots.message[slot]
     for p in range(size):
         if slots.usable[message + p]:
             messages[message + p] += share * amounts[p]
     places = slots.places[slots.place[slot] : slots.place[slot] + len(unary)]
     for x in range(len(unary)):
-        unary[x] += share * amounts[places[x]]
+        moved = share * amounts[places[x]]
+        unary[x] += moved if unary[x] < FORBIDDEN else 0.0
 
 
 @njit(cache=True)

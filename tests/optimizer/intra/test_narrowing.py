@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_problems import ladder, made_up
 
-from pipedream.optimizer.intra.solver import exact
+from pipedream.optimizer.intra.solver import exact, relaxed
 from pipedream.optimizer.intra.solver.elimination import eliminate
 from pipedream.optimizer.intra.solver.messages import Messages
 from pipedream.optimizer.intra.solver.narrowing import narrow
@@ -50,11 +50,10 @@ def test_nothing_better_is_ruled_out(monkeypatch):
         sizes.append((sum(map(len, alive)), sum(map(len, problem.seconds))))
         return narrow(problem, alive)
 
-    monkeypatch.setattr(exact, "narrow", counted)
-    monkeypatch.setattr(exact, "eliminate", lambda problem, price: None)
-    monkeypatch.setattr(exact, "_FEW_COLUMNS", 0)
+    monkeypatch.setattr(relaxed, "narrow", counted)
+    monkeypatch.setattr(relaxed, "eliminate", lambda problem, price: None)
     monkeypatch.setattr(exact, "_SWEEPS", 1)
-    monkeypatch.setattr(exact, "_SETTLED", np.inf)
+    monkeypatch.setattr(relaxed, "_SETTLED", np.inf)
     for seed in range(6):
         problem = ladder(seed)
         found = eliminate(problem, 0.0)
