@@ -163,6 +163,8 @@ class Branching:
         furthest above its bound the one with the fewest.
         """
         messages = node.relaxed.messages
+        if node.relaxed.labels is None:  # none that is possible was found
+            node.relaxed.labels = messages.labels()
         least = messages.least()
         alive = messages.alive(least, self.best)
         variable = min(self._worst(node), key=lambda v: len(alive[v]))

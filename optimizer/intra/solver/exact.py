@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, isfinite
 from time import monotonic
 
 from pipedream.optimizer.intra.solver.branching import Branching
@@ -44,6 +44,9 @@ _SLOW, _STALLED = 0.5, 0.02
 """Gain of the bound, as a part of what it misses: below which it is looked whether that is at one
 spot; below which more sweeps are not worth it.
 """
+
+_NOTHING = 1e-12
+"""Relative gain of the bound below which no more sweeps are passed in any case."""
 
 _FEW_COLUMNS = 20_000
 """Of an integer program that may be solved in some seconds."""
@@ -142,22 +145,25 @@ class _Search:
             self.sweeps += sweeps
             relaxed.improve(close)
             self.raise_bound(relaxed.bound, relaxed.price)
-            stalled = self._gain(relaxed, before) < _STALLED or self.sweeps >= most
-            if relaxed.is_within(close) or stalled or monotonic() > self.until:
+            over = self.sweeps >= most or monotonic() > self.until
+            if relaxed.is_within(close) or over or self._has_stalled(relaxed, before):
                 return relaxed
             if self._is_slow(relaxed, before) and self._decides(relaxed):
                 return relaxed
 
-    def _gain(self, relaxed: Relaxed, before: float) -> float:
-        """Of the bound, as a part of what it misses."""
-        return (relaxed.bound - before) / max(relaxed.seconds - relaxed.bound, 1e-30)
+    def _has_stalled(self, relaxed: Relaxed, before: float) -> bool:
+        gained = relaxed.bound - before
+        if self.problem.limit is not None or not isfinite(relaxed.seconds):
+            return gained <= _NOTHING * abs(before)  # nothing else would raise the bound
+        return gained < _STALLED * (relaxed.seconds - relaxed.bound)
 
     def _is_slow(self, relaxed: Relaxed, before: float) -> bool:
         """Whether more sweeps may not do, and the bound has come much nearer since a variable was
         to be decided last.
         """
-        near = relaxed.seconds - relaxed.bound < _SLOW * self.missed
-        return near and self.problem.limit is None and self._gain(relaxed, before) < _SLOW
+        misses = relaxed.seconds - relaxed.bound
+        near = self.problem.limit is None and misses < _SLOW * self.missed
+        return near and relaxed.bound - before < _SLOW * misses
 
     def _decides(self, relaxed: Relaxed) -> bool:
         """Decides a variable, if what messages miss is at one spot, and that helps."""

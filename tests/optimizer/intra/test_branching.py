@@ -23,7 +23,8 @@ def with_loop(problem: Problem, weight: float = 1.0) -> Problem:
     """
     first = len(problem.seconds)
     own, nothing, same = np.arange(2), np.zeros(2), np.full(2, -1)
-    unlike, alike = weight * (1 - np.eye(2)), weight * np.eye(2)
+    alone = np.eye(2, dtype=np.bool_)
+    unlike, alike = np.where(alone, 0.0, weight), np.where(alone, weight, 0.0)
     of_first = np.arange(len(problem.seconds[0])) % 2
 
     def value(ends, given, wanted, costs):
@@ -157,3 +158,11 @@ def test_out_of_time_the_bound_is_still_one(by_messages, monkeypatch):
     choice = exact.solve(problem)
     assert not choice.proven
     assert choice.bound <= best * (1 + 1e-9) <= choice.seconds * (1 + 2e-9)
+
+
+def test_nothing_possible_is_no_error(by_messages):
+    """Redistributions that cannot be, all around a loop."""
+    problem = with_loop(ladder(2, length=10), np.inf)
+    choice = exact.solve(problem, 2.0)
+    assert choice.seconds == np.inf
+    assert choice.labels is None
