@@ -51,7 +51,7 @@ def rows(
             auto, none = (
                 planned(folder, cluster, method, speed, microbatches) for method in ("auto", "none")
             )
-            before, after = (p.predicted.seconds_per_minibatch for p in (none, auto))
+            before, after = (simulated(plan) for plan in (none, auto))
             yield {
                 "model": folder.name,
                 "cluster": cluster,
@@ -60,6 +60,11 @@ def rows(
                 "gain": round(before / after, 3),
                 "stages": stages(auto),
             }
+
+
+def simulated(plan: Plan) -> float:
+    assert plan.predicted.simulated is not None
+    return plan.predicted.simulated.seconds_per_minibatch
 
 
 def planned(folder: Path, cluster: str, method: str, speed: float, microbatches: int) -> Plan:
