@@ -27,12 +27,13 @@ from pipedream.capture.programs.split_passes import Part
 from pipedream.profiler.memory import MemoryOwners, address
 from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.per_node import empty_module
-from pipedream.profiler.timing.stopping_rule import StoppingRule, no_garbage_collection
+from pipedream.profiler.timing.stopping_rule import StoppingRule, counting, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 
-_REPEATS = 3
+_REPEATS, _FEWEST, _MOST = 3, 2, 3
+"""Those that count; and so many times as many in all."""
 _SECONDS = 1.0
-"""After so many no further repeat begins."""
+"""After so many no repeat begins that is not needed."""
 
 
 @dataclass(frozen=True)
@@ -187,16 +188,21 @@ class Halves:
         return Halves(program, state, inputs, outputs, saved, gradients)
 
     def seconds(self, repeats: int, watch: Stopwatch) -> list[tuple[float, float]]:
-        """Returns the seconds of BI and BW in each of at most so many repeats, after a warm-up."""
+        """Returns the seconds of BI and BW in each of at most so many repeats that count, after a
+        warm-up; in two at least, if the heap does not grow again and again.
+        """
         self._run(watch)
-        marks: list[tuple[Any, Any, Any]] = []
-        end = time.monotonic() + _SECONDS
-        while len(marks) < repeats and (not marks or time.monotonic() < end):
-            marks.append(self._run(watch))
-        return [
-            (watch.seconds(start, middle), watch.seconds(middle, stop))
-            for start, middle, stop in marks
-        ]
+        halves: list[tuple[float, float]] = []
+        end, counted = time.monotonic() + _SECONDS, list[tuple[float, float]]()
+        while len(halves) < _MOST * repeats and (
+            len(counted) < min(_FEWEST, repeats)
+            or (len(counted) < repeats and time.monotonic() < end)
+        ):
+            start, middle, stop = self._run(watch)
+            halves.append((watch.seconds(start, middle), watch.seconds(middle, stop)))
+            known = counting([sum(each) for each in halves])
+            counted = [each for each in halves if sum(each) in known]
+        return counted
 
     def _run(self, watch: Stopwatch) -> tuple[Any, Any, Any]:
         """Runs the halves, and returns the marks before, between and after."""

@@ -25,11 +25,13 @@ from pipedream.graph.errors import ArtifactModel
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import Operator, OperatorGraph, TensorType
 from pipedream.profiler.timing.contention import ALONE, Contention
-from pipedream.profiler.timing.stopping_rule import no_garbage_collection
+from pipedream.profiler.timing.stopping_rule import counting, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 
-_REPEATS, _FEWEST = 5, 3
-"""Those that count. Of a large operator some take many times as long: the heap grows for it."""
+_REPEATS, _FEWEST, _MOST = 5, 3, 12
+"""Those that count; in all. Of a large operator some take many times as long: the heap grows for
+it.
+"""
 _SECONDS = 2.0
 """After so many, shared equally, an operator is not repeated further."""
 _OPAQUE = ("workspace", "reserve")
@@ -148,8 +150,8 @@ def _time(
     random: _RandomValues,
     at_once: Contention,
 ) -> float | None:
-    """Returns the median of repeats, after one that does not count; `enough`: after so many seconds
-    there are no more than are needed. None if it cannot be run by itself.
+    """Returns the median of the repeats that count, after one that does not; `enough`: after so
+    many seconds there are no more than are needed. None if it cannot be run by itself.
     """
     repeats: list[float] = []
     # Whatever torch raises: some operators need certain values, and memory may be short.
@@ -157,16 +159,19 @@ def _time(
         if _needs_forward(operator):
             return None
         inputs = [random.like(type_) for type_ in operator.inputs]
-        end = time.monotonic() + enough
-        while len(repeats) <= _REPEATS and (len(repeats) <= _FEWEST or time.monotonic() < end):
+        end, found = time.monotonic() + enough, 0
+        while len(repeats) <= _MOST and (
+            found < _FEWEST or (found < _REPEATS and time.monotonic() < end)
+        ):
             watch.clear()
             at_once.go()
             start = watch.mark()
             execute(operator, inputs)
             repeats.append(watch.seconds(start, watch.mark()))
+            found = len(counting(repeats[1:]))
     except Exception:
         return None
-    return statistics.median(repeats[1:])
+    return statistics.median(counting(repeats[1:]))
 
 
 def _needs_forward(operator: Operator) -> bool:
