@@ -81,11 +81,11 @@ class Branching:
         heapq.heapify(nodes)
         while nodes and len(left) <= _FEW and monotonic() < self.until:
             node = heapq.heappop(nodes)
-            if self._is_open(node):
-                where = left if self._is_for_all(node) else nodes
-                if where is nodes:
-                    self._pass_near(node)
-                heapq.heappush(where, node)
+            if self._is_open(node) and self._is_for_all(node):
+                left.append(node)
+            elif self._is_open(node):
+                self._pass_near(node)
+                heapq.heappush(nodes, node)
         self._heap = [*left, *nodes]
         heapq.heapify(self._heap)
         return len(left) <= _FEW
