@@ -9,8 +9,11 @@ each process has that part of a core (`part_of_core.py`), so that there may be m
 cores; the profile is made so too, by as many programs at once.
 
 Runs last tens of seconds: in the first one the heap still grows. The bandwidth of memory that two
-processes have at once may change by half, on a virtual machine: the last column has it, in GB/s for
-each process, after the profile and after both runs. Where weights are large, time follows it.
+processes have at once may change by half within a minute, on a virtual machine whose cores are
+moved: now two of them share the way to memory, now each has its own. Where weights are large, time
+follows it. So cores are kept `awake`, by which they are moved less, and what is said of a plan is
+the median of its turns; the last column has the bandwidth, in GB/s for each process, before and
+after the profile and after both runs.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import yaml
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from awake import awake
 from efficiency import call
 from gain import launcher, measure_network, optimizer, program, stages
 from streaming import streaming
@@ -103,19 +107,18 @@ CASES: dict[str, dict[str, Any]] = {
 def main(out: Path, models: tuple[str, ...], turns: int, processes: int, part: float) -> None:
     os.environ |= {"PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1"}
     table = []
-    for name in models or CASES:
-        prepare(out / name, CASES[name], processes, part)
-        for turn in range(turns):
-            profile(out / name, processes, part)
-            row = trained(out / name, processes, part)
-            table.append({"model": name, "turn": turn, **row})
-            print(*table[-1].values(), sep=" | ", flush=True)
+    with awake():
+        for name in models or CASES:
+            prepare(out / name, CASES[name], processes, part)
+            for turn in range(turns):
+                row = taken(out / name, processes, part)
+                table.append({"model": name, "turn": turn, **row})
+                print(*table[-1].values(), sep=" | ", flush=True)
     frame = pd.DataFrame(table)
-    error = frame["of auto"].abs()
     plans = frame.groupby("model", sort=False)[["of auto", "gain"]].median()
     print(f"\n{frame.to_string(index=False)}\n\nMedians of turns:\n{plans.to_string()}")
-    print(f"Runs of auto: median {error.median():.1f} %, worst {error.max():.1f} %;")
-    print(f"plans: worst {plans['of auto'].abs().max():.1f} %")
+    for which, errors in ("Plans", plans["of auto"].abs()), ("Runs", frame["of auto"].abs()):
+        print(f"{which} of auto: median {errors.median():.1f} %, worst {errors.max():.1f} %")
 
 
 def prepare(folder: Path, case: dict[str, Any], processes: int, part: float) -> None:
@@ -171,10 +174,12 @@ def profile(folder: Path, processes: int, part: float) -> None:
     assert {each.wait() for each in running} == {0}
 
 
-def trained(folder: Path, processes: int, part: float) -> dict[str, Any]:
-    """What both plans take, and what of that was not expected, in percent; what one gains."""
+def taken(folder: Path, processes: int, part: float) -> dict[str, Any]:
+    """One turn: what both plans take, what of that was not expected, in percent, and the gain."""
     row: dict[str, Any] = {}
     memory = [streaming(processes)]
+    profile(folder, processes, part)
+    memory.append(streaming(processes))
     seconds = {}
     for method in ("none", "auto"):
         plan = planned(folder, method)
