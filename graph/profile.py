@@ -198,10 +198,12 @@ class ProfiledGroups(ArtifactModel):
 
 
 class ProfiledUpdate(ArtifactModel):
-    """A step of an optimizer."""
+    """A step of an optimizer, in bytes of parameters."""
 
     bytes_per_second: _Positive
-    """Bytes of parameters."""
+    """With a copy of the older version, as weight stashing has it."""
+    in_place_bytes_per_second: _Positive | None = None
+    """Without that copy, if it was measured apart."""
 
 
 class Passes(ArtifactModel):
@@ -498,6 +500,11 @@ class Profile(ArtifactModel):
             () if self.variation is None else self.variation.fast,
             self.gradient_sum_bytes_per_second or math.inf,
             self._uncertainty,
+            {
+                name: update.in_place_bytes_per_second
+                for name, update in self.updates.items()
+                if update.in_place_bytes_per_second is not None
+            },
         )
 
     @property
@@ -606,12 +613,12 @@ class Sharing(NamedTuple):
 class TrainingOverheads:
     """Holds the costs of training beyond those of the nodes.
 
-    `update_rates`: bytes of parameters per second of a step, by optimizer. `call_forward`,
-    `call_backward`: seconds of each pass of a stage, whatever its nodes. `reading`: seconds that
-    reading a minibatch takes from the passes of a stage that reads data. `spread`: passes of the
-    whole model as multiples of their median, as `PassVariation.fast`. `gradient_sum_rate`: bytes of
-    gradients per second that are added to those of earlier minibatches of a round. `uncertainty`:
-    of all times.
+    `update_rates`: bytes of parameters per second of a step, by optimizer, with a copy of the older
+    version; `in_place_rates`: without one, where that is known. `call_forward`, `call_backward`:
+    seconds of each pass of a stage, whatever its nodes. `reading`: seconds that reading a minibatch
+    takes from the passes of a stage that reads data. `spread`: passes of the whole model as
+    multiples of their median, as `PassVariation.fast`. `gradient_sum_rate`: bytes of gradients per
+    second that are added to those of earlier minibatches of a round. `uncertainty`: of all times.
     """
 
     update_rates: Mapping[str, float]
@@ -621,6 +628,7 @@ class TrainingOverheads:
     spread: Sequence[float] = ()
     gradient_sum_rate: float = math.inf
     uncertainty: Uncertainty = field(default_factory=Uncertainty)
+    in_place_rates: Mapping[str, float] = field(default_factory=dict)
 
     def of_stage(self, stage: int, stages: int) -> tuple[float, float]:
         """Returns the seconds of a stage's forward and backward pass beyond those of its nodes.

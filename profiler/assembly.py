@@ -153,7 +153,10 @@ def profile_of(measured: Measurements, graph: Graph, settings: Settings) -> Prof
         if times.loss is None
         else ProfiledLoss(forward_seconds=times.loss.forward, backward_seconds=times.loss.backward),
         updates={
-            name: ProfiledUpdate(bytes_per_second=update.bytes_per_second)
+            name: ProfiledUpdate(
+                bytes_per_second=update.bytes_per_second,
+                in_place_bytes_per_second=update.in_place_bytes_per_second,
+            )
             for name, update in measured.updates.items()
         },
         gradient_sum_bytes_per_second=measured.gradient_sum_rate,

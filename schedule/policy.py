@@ -253,3 +253,10 @@ def policy(spec: PipelineSpec) -> Policy:
 def uniform_updates(name: ScheduleName) -> bool:
     """Returns whether the schedule of that name updates all stages at the same minibatches."""
     return _POLICIES[name].uniform_updates
+
+
+def updates_in_place(name: ScheduleName) -> bool:
+    """Returns whether the schedule of that name keeps no older version of weights, so that a step
+    copies none.
+    """
+    return _POLICIES[name].drains

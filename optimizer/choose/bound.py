@@ -74,12 +74,13 @@ def lower_bound(request: Request) -> float:
         kinds=cluster.kinds,
         machine_kinds=tuple(kind for kind in cluster.machine_kinds for _ in range(inner)),
     )
-    update_rate = request.update_rate
+    step_rate = request.step_rate
     if request.zero != "never" and request.constrains_stages(request.device_types):
-        update_rate *= cluster.devices  # each may update a part of the parameters
+        step_rate *= cluster.devices  # each may update a part of the parameters
     relaxed = replace(
         request,
-        update_rate=update_rate,
+        update_rate=step_rate,
+        in_place_rate=None,
         overheads=_with_least_sums(request, microbatches),
         cluster=flat,
         model=RelaxedCost.of(cluster),
@@ -115,7 +116,7 @@ def _least_overhead(request: Request) -> float:
     overheads, most = request.overheads, _most_microbatches(request)
     parameters = float(request.planning.parameter_bytes.sum())
     updated = sum(node.updated_bytes for node in request.graph.nodes.values())
-    updates = updated / request.update_rate / (most or request.cluster.devices)
+    updates = updated / request.step_rate / (most or request.cluster.devices)
     if overheads is None:
         return updates
     calls = overheads.call_forward + overheads.call_backward

@@ -10,7 +10,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.placements.placement import Mesh
-from pipedream.graph.profile import Profile
+from pipedream.graph.profile import Profile, TrainingOverheads
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.cli.asked.corrections import corrections_of
 from pipedream.optimizer.cli.asked.files import check_files
@@ -175,7 +175,6 @@ def make_task(options: Options) -> Task:
     cluster = cluster_of(options)
     memory = None if options.memory is None else bytes_of("--memory", options.memory)
     latency, rounds = latency_of(options), in_rounds(options)
-    rate = None if options.update_rate is None else bytes_of("--update-rate", options.update_rate)
     numbers = None if options.sweep is None else parse_range(options.sweep)
     if numbers is not None:
         check_sweep(cluster, numbers)
@@ -184,7 +183,7 @@ def make_task(options: Options) -> Task:
     overheads = overheads_of(options, profiled, profile)
     schedule, cost_model = schedule_of(options, latency), _cost_model(options)
     operators = operators_asked(options, profiled, profile)
-    rates = {} if overheads is None else overheads.update_rates
+    update_rate, in_place_rate = _update_rates(options, overheads)
     request = Request(
         graph=profiled,
         cluster=cluster,
@@ -201,7 +200,8 @@ def make_task(options: Options) -> Task:
         host_bandwidth=host_bandwidth_of(options, profile),
         selective=profile is None or profile.compile is None,  # what is compiled runs as a whole
         in_flight=options.in_flight,
-        update_rate=rate or rates.get(options.optimizer, _usual_rate(options)),
+        update_rate=update_rate,
+        in_place_rate=in_place_rate,
         overheads=overheads,
         footprints=footprints_of(options, profile),
         microbatches=options.microbatches if rounds else None,
@@ -226,8 +226,16 @@ def make_task(options: Options) -> Task:
     return task.on_mesh(parse_mesh(options.mesh), options.shard, options.intra_op)
 
 
-def _usual_rate(options: Options) -> float:
-    return MUON_UPDATE_RATE if options.optimizer == "muon" else UPDATE_RATE
+def _update_rates(
+    options: Options, overheads: TrainingOverheads | None
+) -> tuple[float, float | None]:
+    """As `update_rate` and `in_place_rate` of a request: what is said, or measured, or usual."""
+    if options.update_rate is not None:
+        return bytes_of("--update-rate", options.update_rate), None
+    name = options.optimizer
+    if overheads is not None and name in overheads.update_rates:
+        return overheads.update_rates[name], overheads.in_place_rates.get(name)
+    return (MUON_UPDATE_RATE if name == "muon" else UPDATE_RATE), None
 
 
 def _cost_model(options: Options) -> CostModel:

@@ -40,7 +40,7 @@ from pipedream.optimizer.simulate.closed_form import ClosedForm
 from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, Noise, simulate_plan
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
-from pipedream.schedule.policy import Policy, uniform_updates
+from pipedream.schedule.policy import Policy, uniform_updates, updates_in_place
 
 
 class GraphViews:
@@ -108,7 +108,8 @@ class Request:
     - `footprints`: memory of the graph's nodes; without them each node keeps its outputs;
     - `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and fit;
     - `zero`: whether the replicas of a stage divide the optimizer's state;
-    - `update_rate`: bytes of parameters that the optimizer updates per second;
+    - `update_rate`: bytes of parameters that the optimizer updates per second, with a copy of the
+      older version; `in_place_rate`: without one, None for the same;
     - `overheads`: measured costs of training besides its nodes, where the profile has them;
     - `order`: of the passes on a rank, and `stages_each`: stages of a rank, None for the best;
     - `sharing`: parameters that several nodes read, and learn together;
@@ -138,6 +139,7 @@ class Request:
     corrections: frozenset[Correction] = frozenset()
     in_flight: InFlight = "useful"
     update_rate: float = UPDATE_RATE
+    in_place_rate: float | None = None
     overheads: TrainingOverheads | None = None
     order: str | None = None
     stages_each: int | None = None
@@ -179,6 +181,13 @@ class Request:
         return self.views.planning(self.graph, self.footprints, seconds, self.sharing, self.groups)
 
     @property
+    def step_rate(self) -> float:
+        """Bytes of parameters per second of a step, as the schedule makes it."""
+        if self.in_place_rate is not None and updates_in_place(self.schedule):
+            return self.in_place_rate
+        return self.update_rate
+
+    @property
     def _overhead_seconds(self) -> tuple[float, float, float, float]:
         """Those of a PlanningGraph: update, call, reading, summing."""
         overheads = self._counted_overheads
@@ -187,7 +196,7 @@ class Request:
         settings = self.settings
         per_update = settings.microbatches if uniform_updates(settings.schedule) else 1
         calls = overheads.call_forward + overheads.call_backward
-        update, summing = 1 / self.update_rate / per_update, overheads.sum_seconds(per_update)
+        update, summing = 1 / self.step_rate / per_update, overheads.sum_seconds(per_update)
         return update, calls, overheads.reading, summing
 
     @property
@@ -299,7 +308,7 @@ class Request:
         return self.settings.policy(plan.replicas, plan.max_in_flight)
 
     def workload(self, plan: DraftPlan, policy: Policy) -> Workload:
-        return Workload.of(plan, policy, self.graph, self.update_rate, self.overheads)
+        return Workload.of(plan, policy, self.graph, self.step_rate, self.overheads)
 
     def simulate(
         self,
@@ -309,7 +318,7 @@ class Request:
         rough: bool = False,
     ) -> Simulation | None:
         """As `simulate_plan`, with the times of this request."""
-        given = plan, self.graph, self.update_rate, self.overheads
+        given = plan, self.graph, self.step_rate, self.overheads
         return simulate_plan(*given, most_moves, noise, rough)
 
     def closed_form(self, plan: DraftPlan, policy: Policy) -> ClosedForm:

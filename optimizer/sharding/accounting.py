@@ -24,7 +24,7 @@ def accounting(request: Request, mesh: Mesh) -> Accounting:
     types = request.device_types
     return Accounting(
         minibatches=minibatches,
-        parameter_seconds=1 / request.update_rate / minibatches / cluster.device(0).speed,
+        parameter_seconds=1 / request.step_rate / minibatches / cluster.device(0).speed,
         parameter_copies=2 + STATES[settings.optimizer],
         activation_copies=(teams + 1) / 2,
         limit=teams * types.smallest_memory if types.memory_limited else None,

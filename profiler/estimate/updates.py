@@ -14,7 +14,7 @@ from pipedream.profiler.timing.training_overheads import MUON, UpdateCost, train
 
 _STATE = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors that an optimizer keeps for each parameter."""
-_BASE = 7
+_BASE, _COPY = 7, 2
 """Times that the bytes of a parameter pass: mean of its gradient 2, copy of the old version 2, step
 3; two more for each tensor of state."""
 _SUM = 3
@@ -31,6 +31,8 @@ def updates(captured: Captured, roofline: Roofline) -> dict[str, UpdateCost]:
         kind: UpdateCost(
             size / _passing(roofline, traffic(kind) * size, kind),
             {name: state * value.nbytes for name, value in learned.items()},
+            in_place_bytes_per_second=size
+            / _passing(roofline, (traffic(kind) - _COPY) * size, kind),
         )
         for kind, state in _STATE.items()
     }

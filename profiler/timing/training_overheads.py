@@ -41,13 +41,15 @@ State: TypeAlias = Mapping[str, int]
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """Bytes of parameters per second of a step, and the state of each parameter; the seconds of
-    each, by name, if they are not as its bytes.
+    """Bytes of parameters per second of a step with a copy of the old version, and the state of
+    each parameter; the seconds of each, by name, if they are not as its bytes; bytes of parameters
+    per second without the copy, if known.
     """
 
     bytes_per_second: float
     state: State
     seconds: Mapping[str, float] | None = None
+    in_place_bytes_per_second: float | None = None
 
     def of_muon(self, learned: Mapping[str, Tensor], own: Mapping[str, float]) -> UpdateCost:
         """Returns the cost of Muon, whose matrices take `own` seconds; this is that of AdamW, for
@@ -143,14 +145,17 @@ def _update(
     kept = [sum(v.nbytes for v in optimizer.state[p].values() if v.dim()) for p in parameters]
     each = sum(kept) / _bytes(parameters)
     state = {name: round(each * value.nbytes) for name, value in learned.items()}
-    return UpdateCost(_bytes(parameters) / statistics.median(seconds), state)
+    size = _bytes(parameters)
+    whole, in_place = (size / statistics.median(taken) for taken in zip(*seconds, strict=True))
+    return UpdateCost(whole, state, in_place_bytes_per_second=in_place)
 
 
 def _seconds(
     optimizer: Optimizer, parameters: Sequence[Tensor], spare: Sequence[Tensor], watch: Stopwatch
-) -> float:
+) -> tuple[float, float]:
     """Times one update with weight stashing and a sum of gradients, as replicas and rounds of
-    several minibatches have: their mean, a copy of the old version, then the step.
+    several minibatches have: their mean, a copy of the old version, then the step. Returns the
+    seconds of all, and those without the copy.
     """
     watch.clear()
     watch.lead()
@@ -158,10 +163,13 @@ def _seconds(
     for parameter in parameters:
         assert parameter.grad is not None
         parameter.grad.div_(2)
+    averaged = watch.mark()
     for parameter, memory in zip(parameters, spare, strict=True):
         parameter.data.copy_(memory)
+    copied = watch.mark()
     optimizer.step()
-    return watch.seconds(start, watch.mark())
+    end = watch.mark()
+    return watch.seconds(start, end), watch.seconds(start, averaged) + watch.seconds(copied, end)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -155,6 +155,7 @@ def request(name: str, folder: Path, network: Path) -> Request:
         NetworkCost(),
         optimizer=optimizer,
         update_rate=overheads.update_rates[optimizer],
+        in_place_rate=overheads.in_place_rates.get(optimizer),
         overheads=overheads,
         footprints=profile.footprints,
     )

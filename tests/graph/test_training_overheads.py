@@ -30,12 +30,16 @@ def fitted(call_seconds: float) -> DirectionFit:
 
 def test_what_a_profile_says() -> None:
     overheads = profile(
-        updates={"adam": ProfiledUpdate(bytes_per_second=2e9)},
+        updates={
+            "adam": ProfiledUpdate(bytes_per_second=2e9, in_place_bytes_per_second=3e9),
+            "muon": ProfiledUpdate(bytes_per_second=1e9),
+        },
         forward=fitted(1e-4),
         backward=fitted(2e-4),
         reading_seconds=5e-3,
     ).training_overheads
-    assert overheads == TrainingOverheads({"adam": 2e9}, 1e-4, 2e-4, 5e-3)
+    rates = {"adam": 2e9, "muon": 1e9}
+    assert overheads == TrainingOverheads(rates, 1e-4, 2e-4, 5e-3, in_place_rates={"adam": 3e9})
 
 
 def test_the_first_stage_and_the_last_read_the_data() -> None:

@@ -10,6 +10,8 @@ import pytest
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.plan import PlannedGraph
 from pipedream.graph.profile import Sharing, TrainingOverheads
+from pipedream.optimizer.choose.bound import lower_bound
+from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost
 from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.search.latency import Latency
@@ -41,6 +43,37 @@ def test_graphs_are_worked_out_once_for_all_that_divide_them_alike(make_graph) -
     other = make_graph("a b", "a-b", a=(1, 0, 0), b=(1, 0, 0))
     assert len(replace(request, graph=other).planning) == 2
     assert len(planned(replace(request, graph=other)).nodes) == 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "update"),
+    [("weight-stashing", 1.0), ("2bw", 1.0 / 4), ("flush", 0.5 / 4), ("gpipe", 0.5 / 4)],
+)
+def test_a_schedule_that_keeps_no_older_version_copies_none(make_graph, schedule, update) -> None:
+    """Updates of flush were planned with the copy that weight stashing makes: twice what they take
+    for an MLP. Here a step takes a second with it and half a second without.
+    """
+    graph = make_graph("a", "", a=(8, 0, 1e6))
+    request = Request(
+        graph,
+        Cluster(machines=(1,), bandwidth=(1e9,)),
+        MeasuredCost(),
+        schedule=schedule,
+        update_rate=1e6,
+        in_place_rate=2e6,
+        overheads=TrainingOverheads({}),
+        microbatches=None if schedule == "weight-stashing" else 4,
+    )
+    compute = sum(node.compute_seconds for node in graph.nodes.values())
+    plan = best_plan(request).plan
+    simulation = request.simulate(plan)
+    assert simulation is not None
+    for seconds in (
+        plan.predicted.seconds_per_minibatch,
+        simulation.seconds_per_minibatch,
+        lower_bound(request),
+    ):
+        assert seconds == pytest.approx(compute + update)
 
 
 @pytest.mark.parametrize("latency", [None, Latency(4)])

@@ -37,3 +37,5 @@ def test_muon_multiplies_the_matrices_of_hidden_layers() -> None:
         own = dict(model.named_parameters())[name].nbytes
         assert muon.seconds[name] == pytest.approx(own / adam.bytes_per_second)
         assert muon.state[name] == 2 * own
+    assert adam.in_place_bytes_per_second == pytest.approx(adam.bytes_per_second * 11 / 9)
+    assert muon.in_place_bytes_per_second is None
