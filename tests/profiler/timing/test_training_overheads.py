@@ -93,8 +93,7 @@ def test_the_copy_of_old_weights_reads_memory_that_was_written() -> None:
 
 
 def test_a_step_in_place_takes_no_time_of_the_copy() -> None:
-    """Of six seconds between four marks, two are those of the copy; see Stopwatch."""
-
+    """Of six seconds between four marks, two are those of the copy."""
     watch = Mock()
     watch.mark.side_effect = (0.0, 1.0, 3.0, 6.0)
     watch.seconds.side_effect = lambda start, end: end - start
