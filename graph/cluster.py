@@ -150,6 +150,8 @@ class Cluster(_ClusterPart):
     """Messages as measured; None at a level where they were not."""
     all_reduce: tuple[Link | None, ...] = ()
     """All-reduces over all components of a level as measured; None where they were not."""
+    all_gather: tuple[Link | None, ...] = ()
+    """All-gathers likewise, among the devices of a mesh; a size is that of what all get."""
     kinds: tuple[DeviceType, ...] = ()
     """The kinds of devices. Without them every device is as the one that was profiled."""
     machine_kinds: tuple[str, ...] = ()
@@ -171,13 +173,13 @@ class Cluster(_ClusterPart):
             raise ValueError(
                 f"{len(self.machines)} levels of machines but {len(self.latency)} latencies"
             )
-        for field in ("names", "send", "all_reduce"):
+        for field in ("names", "send", "all_reduce", "all_gather"):
             count = len(getattr(self, field))
             if count not in (0, len(self.machines)):
                 raise ValueError(f"{len(self.machines)} levels of machines but {count} of {field}")
-        for count, ring in zip(self.machines, self.all_reduce, strict=False):
-            if ring is not None and count < 2:
-                raise ValueError("an all-reduce was measured at a level of one component")
+        for ring_links in (self.all_reduce, self.all_gather):
+            if any(n < 2 and it for n, it in zip(self.machines, ring_links, strict=False)):
+                raise ValueError("a collective was measured at a level of one component")
         check_kinds(self.kinds, self.machine_kinds, self.machines[-1])
         object.__setattr__(self, "latency", self.latency or (0.0,) * len(self.machines))
         return self
@@ -196,7 +198,7 @@ class Cluster(_ClusterPart):
     @property
     def measured(self) -> bool:
         """Tells whether any link was measured."""
-        return any((*self.send, *self.all_reduce))
+        return any((*self.send, *self.all_reduce, *self.all_gather))
 
     def link(self, level: int) -> Link:
         """Returns the link for a message between two components of a level (1 innermost)."""
@@ -216,6 +218,17 @@ class Cluster(_ClusterPart):
             return self.link(level)
         count = self.machines[level - 1]
         return whole.stretched(1 / count, 1 / (2 * (count - 1)))
+
+    def mesh_link(self, level: int) -> Link:
+        """Returns the link for one step of a ring at a level (1 innermost) among the devices of a
+        mesh, which wait for each other: what the n - 1 steps of a measured all-gather take, each of
+        an n-th of the bytes; else a step of an all-reduce.
+        """
+        whole = self.all_gather[level - 1] if self.all_gather else None
+        if whole is None:
+            return self.ring_link(level)
+        count = self.machines[level - 1]
+        return whole.stretched(1 / count, 1 / (count - 1))
 
     def kind(self, machine: int) -> DeviceType:
         """Returns the type of the devices in a component of the outermost level."""
@@ -297,12 +310,16 @@ class _LevelEntry(ArtifactModel):
     """A message between two components, as measured: a link, or the list of its points."""
     all_reduce: Link | None = Field(default=None, alias="all-reduce")
     """An all-reduce over all components of the level, as measured."""
+    all_gather: Link | None = Field(default=None, alias="all-gather")
+    """An all-gather over them as the devices of a mesh do it, by the bytes of what each then has.
+    Without it a redistribution takes as long for its bytes as an all-reduce, or a message."""
 
-    @field_validator("all_reduce")
+    @field_validator("all_reduce", "all_gather")
     @classmethod
     def _check_ring(cls, ring: Link | None, info: ValidationInfo) -> Link | None:
         if ring is not None and info.data.get("count") == 1:
-            raise ValueError("a level with one component has no all-reduce")
+            name = str(info.field_name).replace("_", "-")
+            raise ValueError(f"a level with one component has no {name}")
         return ring
 
 
@@ -345,6 +362,7 @@ def read_cluster(path: Path) -> Cluster:
     levels = file.levels
     send = tuple(level.send for level in levels)
     all_reduce = tuple(level.all_reduce for level in levels)
+    all_gather = tuple(level.all_gather for level in levels)
     return Cluster(
         machines=tuple(level.count for level in levels),
         bandwidth=tuple(level.bandwidth for level in levels),
@@ -352,6 +370,7 @@ def read_cluster(path: Path) -> Cluster:
         names=tuple(level.name for level in levels),
         send=send if any(send) else (),
         all_reduce=all_reduce if any(all_reduce) else (),
+        all_gather=all_gather if any(all_gather) else (),
         kinds=file.kinds,
         machine_kinds=file.machine_kinds,
     )
@@ -379,10 +398,11 @@ def _level_lines(cluster: Cluster, level: int) -> Iterator[str]:
     yield f"    bandwidth: {_rate(cluster.bandwidth[level])}"
     if cluster.latency[level]:
         yield f"    latency: {_duration(cluster.latency[level])}"
-    for field, links in (("send", cluster.send), ("all-reduce", cluster.all_reduce)):
+    for field in ("send", "all_reduce", "all_gather"):
+        links = getattr(cluster, field)
         link = links[level] if links else None
         if link is not None:
-            yield f"    {field}: {_link_text(link)}"
+            yield f"    {field.replace('_', '-')}: {_link_text(link)}"
 
 
 def _link_text(link: Link) -> str:

@@ -46,9 +46,7 @@ class LinkedMesh:
 
     @staticmethod
     def of(mesh: Mesh, ranks: Sequence[int], cluster: Cluster) -> LinkedMesh:
-        """Makes the mesh of these places of a cluster; each axis has its slowest link. Collectives
-        go in rings, whose steps cost what they do in an all-reduce, if that was measured.
-        """
+        """Makes the mesh of these places of a cluster; each axis has its slowest link."""
         levels = (
             max(
                 (
@@ -60,7 +58,7 @@ class LinkedMesh:
             )
             for axis in range(len(mesh))
         )
-        return LinkedMesh(mesh, tuple(cluster.ring_link(level) for level in levels))
+        return LinkedMesh(mesh, tuple(cluster.mesh_link(level) for level in levels))
 
     def first(self, axes: int) -> LinkedMesh:
         """Returns the mesh of the first axes alone."""

@@ -74,11 +74,11 @@ def _on_fewer(request: Request) -> Iterator[tuple[str, Division]]:
 
 def _half(cluster: Cluster) -> Cluster | None:
     """The first half of the components of the outermost level that has several; None if they are
-    not even in number, or are no more a ring whose all-reduce was measured.
+    not even in number, or are no more a ring, and one was measured.
     """
     machines = list(cluster.machines)
     level = max((k for k, count in enumerate(machines) if count > 1), default=0)
-    if machines[level] % 2 or (machines[level] == 2 and cluster.all_reduce):
+    if machines[level] % 2 or (machines[level] == 2 and (cluster.all_reduce or cluster.all_gather)):
         return None
     machines[level] //= 2
     kinds = cluster.machine_kinds[: machines[-1]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from pipedream.graph.cluster import Cluster
+from pipedream.graph.cluster import Cluster, Link
 from pipedream.graph.errors import UserError
 from pipedream.graph.timeline import png
 from pipedream.graph.units import show_seconds
@@ -58,8 +58,8 @@ def shaped(cluster: Cluster, workers: int) -> Cluster | None:
 
     Levels fill from the innermost outwards, each as large as in `cluster`, the outermost as large
     as needed: of 4,2, eight devices are 4,2, sixteen are 4,4 and six are None. Fewer devices than a
-    level holds make a smaller level, without those outside. A measured all-reduce is kept where the
-    level has as many components as when it was measured.
+    level holds make a smaller level, without those outside. A measured all-reduce or all-gather is
+    kept where the level has as many components as when it was measured.
     """
     machines: list[int] = []
     left = workers
@@ -72,15 +72,21 @@ def shaped(cluster: Cluster, workers: int) -> Cluster | None:
         machines.append(count)
         left //= count
     levels = len(machines)
-    measured = zip(cluster.all_reduce, machines, cluster.machines, strict=False)
-    rings = (ring if count == measured_on else None for ring, count, measured_on in measured)
+
+    def kept(rings: tuple[Link | None, ...]) -> tuple[Link | None, ...]:
+        measured = zip(rings, machines, cluster.machines, strict=False)
+        return tuple(
+            ring if count == measured_on else None for ring, count, measured_on in measured
+        )
+
     return Cluster(
         machines=tuple(machines),
         bandwidth=cluster.bandwidth[:levels],
         latency=cluster.latency[:levels],
         names=cluster.names[:levels],
         send=cluster.send[:levels],
-        all_reduce=tuple(rings),
+        all_reduce=kept(cluster.all_reduce),
+        all_gather=kept(cluster.all_gather),
         kinds=cluster.kinds,
         machine_kinds=cluster.machine_kinds[:1] * machines[-1],
     )

@@ -112,8 +112,9 @@ class ModelSharding:
         fields: dict[str, object] = {"machines": machines}
         if len(machines) == 1:  # where each device is a machine
             fields["machine_kinds"] = self.cluster.machine_kinds[:: self.devices]
-        if self.cluster.all_reduce:  # they were measured over all devices of a level
-            fields["all_reduce"] = (None, *self.cluster.all_reduce[1:])
+        for name in ("all_reduce", "all_gather"):  # were measured over all devices of a level
+            if rings := getattr(self.cluster, name):
+                fields[name] = (None, *rings[1:])
         return self.cluster.model_copy(update=fields)
 
     @cached_property

@@ -65,7 +65,7 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
 
 @dataclass(frozen=True)
 class Timed:
-    """The times of messages, or of all-reduces, at one level by size.
+    """The times of messages, of all-reduces or of all-gathers at one level by size.
 
     `seconds`: the median over pairs or groups of the median over repeats. `spread`: half the
     interquartile range over the median. `slowest`: the largest ratio, over sizes, of the slowest
@@ -111,6 +111,7 @@ class MeasuredLevel:
     level: NetworkLevel
     send: Timed
     all_reduce: Timed
+    all_gather: Timed
 
 
 def cluster(measured: Sequence[MeasuredLevel]) -> Cluster:
@@ -122,6 +123,7 @@ def cluster(measured: Sequence[MeasuredLevel]) -> Cluster:
         latency=tuple(each.send.fit.line.latency for each in measured),
         send=tuple(each.send.link for each in measured),
         all_reduce=tuple(each.all_reduce.link for each in measured),
+        all_gather=tuple(each.all_gather.link for each in measured),
     )
 
 
@@ -137,7 +139,7 @@ def measure(
     `work`: what is computed beside sums [default: products, as beside messages]. `step` is called
     with a description of each measurement.
     """
-    send, sums = [], []
+    send, sums, gathers = [], [], []
     room = _Room.of(wire, effort.largest)
     for pair in level.pairs:
         step(f"{level.name}: messages from rank {pair[0]} to {pair[1]}")
@@ -146,6 +148,9 @@ def measure(
         step(f"{level.name}: sums over ranks {', '.join(map(str, group))}")
         once = [_adding(wire, group, size, room) for size in effort.sizes]
         sums.append(_repeated(wire, group, effort, once))
+        step(f"{level.name}: gathers over ranks {', '.join(map(str, group))}")
+        once = [_gathering(wire, group, size) for size in effort.sizes]
+        gathers.append(_repeated(wire, group, effort, once))
     step(f"{level.name}: compute during messages and sums")
     pair, group, product = level.pairs[0], level.groups[0], Work.product(wire.device)
     passed, added = Timed.of(effort.sizes, send), Timed.of(effort.sizes, sums)
@@ -155,6 +160,7 @@ def measure(
         level,
         replace(passed, busy=busy(wire, pair, effort, messages, product)),
         replace(added, busy=busy(wire, group, effort, summing, work or product)),
+        replace(Timed.of(effort.sizes, gathers), busy=1.0),  # the ranks of a mesh wait for it
     )
 
 
@@ -238,6 +244,24 @@ def _adding(wire: Wire, group: Ranks, size: int, room: _Room) -> Callable[[], fl
         begin = time.perf_counter()
         for _ in range(_count(size)):
             wire.add_up(*next(turns), group)()
+        wire.synchronize()
+        return (time.perf_counter() - begin) / _count(size)
+
+    return once
+
+
+def _gathering(wire: Wire, group: Ranks, size: int) -> Callable[[], float]:
+    """Measures all-gathers of `size` bytes in all, one after the other: the seconds of each. What
+    goes has just been made, and is in the cache if it is small.
+    """
+    part = wire.tensor(max(4, size // len(group)))
+
+    def once() -> float:
+        wire.gather(part[:1], group)  # all ranks have arrived
+        wire.synchronize()
+        begin = time.perf_counter()
+        for _ in range(_count(size)):
+            wire.gather(part, group)
         wire.synchronize()
         return (time.perf_counter() - begin) / _count(size)
 

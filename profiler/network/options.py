@@ -26,9 +26,9 @@ _MODEL_OPTIONS = {
 NETWORK_OPTIONS = (
     option(
         "--network",
-        "Measure messages and all-reduces between the ranks that torchrun or mpirun started, and"
-        " write cluster.yaml for pd-optimize. With MODEL, sums beside its passes: what they take"
-        " from each other differs from model to model.",
+        "Measure messages, all-reduces and all-gathers between the ranks that torchrun or mpirun"
+        " started, and write cluster.yaml for pd-optimize. With MODEL, sums beside its passes: what"
+        " they take from each other differs from model to model.",
     ),
     option(
         "--machines N,N,...",

@@ -29,7 +29,8 @@ def report(measured: Sequence[MeasuredLevel], provenance: str, folder: Path) -> 
     `provenance`: where and how the network was measured.
     """
     console = make_console()
-    print_table(console, sizes_table(measured))
+    for each in measured:
+        print_table(console, sizes_table(each))
     print_table(console, links_table(measured), labels=2)
     console.print(f"Measured on {provenance}.", soft_wrap=True)
     with writing(folder):
@@ -41,13 +42,13 @@ def report(measured: Sequence[MeasuredLevel], provenance: str, folder: Path) -> 
     print(f"Next: pd-optimize GRAPH.txt --cluster {folder}/cluster.yaml")
 
 
-def sizes_table(measured: Sequence[MeasuredLevel]) -> Table:
-    """Returns a table of the median seconds by size."""
-    table = _table("Times of a message and an all-reduce")
+def sizes_table(measured: MeasuredLevel) -> Table:
+    """Returns a table of the median seconds at a level by size."""
+    table = _table(f"Times between components of the level {measured.level.name}")
     table.add_column("bytes", justify="right")
     rows: list[list[str]] = []
-    for level, kind, timed in _kinds(measured):
-        table.add_column(f"{level}\n{kind}", justify="right", no_wrap=True)
+    for _, kind, timed in _kinds([measured]):
+        table.add_column(kind, justify="right", no_wrap=True)
         rows = rows or [[show_bytes(size)] for size in timed.sizes]
         for row, seconds, spread in zip(rows, timed.seconds, timed.spread, strict=True):
             row.append(f"{show_seconds(seconds)} ±{spread:.0%}")
@@ -94,6 +95,7 @@ def _kinds(measured: Sequence[MeasuredLevel]) -> Iterator[tuple[str, str, Timed]
     for each in measured:
         yield each.level.name, "send", each.send
         yield each.level.name, f"all-reduce of {each.level.count}", each.all_reduce
+        yield each.level.name, f"all-gather of {each.level.count}", each.all_gather
 
 
 def _write_numbers(measured: Sequence[MeasuredLevel], path: Path) -> None:
@@ -107,18 +109,21 @@ def _write_numbers(measured: Sequence[MeasuredLevel], path: Path) -> None:
 
 
 def draw(measured: Sequence[MeasuredLevel], path: Path) -> None:
-    """Draws seconds against bytes with the lines, messages left and all-reduces right (PNG)."""
+    """Draws seconds against bytes with the lines: messages, all-reduces and all-gathers (PNG)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.0, 5.0), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(15.0, 5.0), layout="constrained")
+    sends, sums, gathers = figure.subplots(1, 3, sharey=True)
     for colour, each in zip(_COLOURS, measured, strict=False):
-        _draw(left, each.level.name, each.send, colour)
-        _draw(right, f"{each.level.name}, over {each.level.count}", each.all_reduce, colour)
-    left.set_title("one message", loc="left")
-    right.set_title("all-reduce", loc="left")
-    left.set_ylabel("time")
-    for axes in (left, right):
+        over = f"{each.level.name}, over {each.level.count}"
+        _draw(sends, each.level.name, each.send, colour)
+        _draw(sums, over, each.all_reduce, colour)
+        _draw(gathers, over, each.all_gather, colour)
+    sends.set_title("one message", loc="left")
+    sums.set_title("all-reduce", loc="left")
+    gathers.set_title("all-gather", loc="left")
+    sends.set_ylabel("time")
+    for axes in (sends, sums, gathers):
         axes.set_xlabel("bytes")
         axes.set_xscale("log")
         axes.set_yscale("log")

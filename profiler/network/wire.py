@@ -1,4 +1,4 @@
-"""Messages and all-reduces between the measured ranks, over the transport of pd-train."""
+"""Messages, all-reduces and all-gathers between the measured ranks, as in pd-train."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Wire:
         self.device = device
         both = [_channel(*ranks) for pair in pairs for ranks in (pair, pair[::-1])]
         messages = for_messages([channel.team_link for channel in both], backend)
-        sums = [among(ranks, Use.SUMS) for ranks in groups]
-        self.communicators = Communicators.connect([*messages, *sums], device, backend, timeout)
+        shared = [among(ranks, use) for ranks in groups for use in (Use.SUMS, Use.EXCHANGE)]
+        self.communicators = Communicators.connect([*messages, *shared], device, backend, timeout)
         self.transport = Transport(device, backend, self.communicators.links)
 
     def tensor(self, size: int) -> Tensor:
@@ -69,6 +69,12 @@ class Wire:
                 each.wait()
 
         return wait
+
+    def gather(self, part: Tensor, group: Ranks) -> Tensor:
+        """Returns the parts of all ranks of a group, as devices of a mesh gather them."""
+        exchange, count = self.communicators.exchange(group), len(group)
+        assert exchange is not None
+        return torch.cat(exchange.exchange([part] * count, [tuple(part.shape)] * count))
 
     def synchronize(self) -> None:
         """Waits for the device."""

@@ -34,7 +34,7 @@ def measure_cluster(cluster: Cluster, folder: Path) -> Cluster:
         if any(ended.codes):
             raise UserError(f"the network was not measured: see rank*.log in {folder}")
     found = read_cluster(path)
-    links = {"send": found.send, "all_reduce": found.all_reduce}
+    links = {name: getattr(found, name) for name in ("send", "all_reduce", "all_gather")}
     return found.model_copy(
         update={name: tuple(map(_never_busy, measured)) for name, measured in links.items()}
     )
