@@ -24,7 +24,7 @@ from pipedream.profiler.network.options import Effort
 from pipedream.profiler.network.wire import Wait, Wire
 
 _TIMED_BYTES = 4e6
-_FEWEST, _MOST = 2, 64
+_FEWEST, _MOST, _MOST_WITH_WORK = 2, 64, 16
 _GRADIENT_BYTES = 64 * 2**20
 """More than caches hold, as the gradients of a model."""
 
@@ -32,6 +32,7 @@ MOST_MISS = 0.2
 """The points are used instead of a line with a larger relative error than this at any size."""
 
 _FASTEST = 1e15  # bytes per second, if more bytes take no longer
+_LEAST_SECONDS = 1e-6  # of an all-gather, where the work varies by more than it takes
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def measure(
     with a description of each measurement.
     """
     send, sums, gathers = [], [], []
+    product = Work.product(wire.device)
     room = _Room.of(wire, effort.largest)
     for pair in level.pairs:
         step(f"{level.name}: messages from rank {pair[0]} to {pair[1]}")
@@ -149,10 +151,10 @@ def measure(
         once = [_adding(wire, group, size, room) for size in effort.sizes]
         sums.append(_repeated(wire, group, effort, once))
         step(f"{level.name}: gathers over ranks {', '.join(map(str, group))}")
-        once = [_gathering(wire, group, size) for size in effort.sizes]
+        once = [_gathering(wire, group, size, product) for size in effort.sizes]
         gathers.append(_repeated(wire, group, effort, once))
     step(f"{level.name}: compute during messages and sums")
-    pair, group, product = level.pairs[0], level.groups[0], Work.product(wire.device)
+    pair, group = level.pairs[0], level.groups[0]
     passed, added = Timed.of(effort.sizes, send), Timed.of(effort.sizes, sums)
     messages = Traffic.messages(passed.alone, partial(_passing, wire, pair))
     summing = Traffic.sums(added.alone, partial(room.summing, wire, group))
@@ -250,20 +252,27 @@ def _adding(wire: Wire, group: Ranks, size: int, room: _Room) -> Callable[[], fl
     return once
 
 
-def _gathering(wire: Wire, group: Ranks, size: int) -> Callable[[], float]:
-    """Measures all-gathers of `size` bytes in all, one after the other: the seconds of each. What
-    goes has just been made, and is in the cache if it is small.
+def _gathering(wire: Wire, group: Ranks, size: int, work: Work) -> Callable[[], float]:
+    """Measures all-gathers of `size` bytes in all, one after each run of the work: the seconds that
+    one adds. A rank that was interrupted at its work keeps the others waiting, as in training.
     """
-    part = wire.tensor(max(4, size // len(group)))
+    part, count = wire.tensor(max(4, size // len(group))), min(_MOST_WITH_WORK, _count(size))
 
-    def once() -> float:
+    def seconds(after: Callable[[], object]) -> float:
         wire.gather(part[:1], group)  # all ranks have arrived
         wire.synchronize()
         begin = time.perf_counter()
-        for _ in range(_count(size)):
-            wire.gather(part, group)
+        for _ in range(count):
+            work.run(lambda: None)
+            after()
         wire.synchronize()
-        return (time.perf_counter() - begin) / _count(size)
+        return time.perf_counter() - begin
+
+    def once() -> float:
+        before = seconds(lambda: None)
+        both = seconds(lambda: wire.gather(part, group))
+        alone = (before + seconds(lambda: None)) / 2
+        return max(_LEAST_SECONDS, (both - alone) / count)
 
     return once
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,16 +16,19 @@ import pipedream.profiler.network.command  # noqa: F401 - so that the processes 
 from pipedream.graph.cluster import Cluster, Link, read_cluster
 from pipedream.graph.errors import UserError
 from pipedream.profiler.cli import main as pd_profile
+from pipedream.profiler.network.interference import Work
 
 LARGEST = "256kB"
 """Bytes of a message, as much as some parts of a sum have: a tenth of a second at 2.5 MB/s."""
 SECONDS_LIMIT = 600.0
+SLEEP = 2e-3  # seconds
 
 
 def measure_cluster(cluster: Cluster, folder: Path) -> Cluster:
     """Measures the emulated `cluster`; what pd-profile writes and prints is in `folder`.
 
     That messages cost the cores of this machine is left out: layers that sleep do not miss them.
+    Work beside them sleeps too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "cluster.yaml"
@@ -44,8 +49,14 @@ def _be_rank(network: EmulatedNetwork, cluster: Cluster, folder: Path, rank: int
     launch(network, rank, range(cluster.devices))
     machines = ",".join(map(str, cluster.machines))
     effort = ["--largest", LARGEST, "--warmup", "1", "--repeats", "3"]
+    Work.product = staticmethod(lambda device: Work(_asleep, places=1))  # type: ignore[assignment]
     words = ["--network", "-o", str(folder), "--machines", machines, *effort]
     return int(pd_profile(words, standalone_mode=False) or 0)
+
+
+def _asleep(reached: Callable[[], None]) -> None:
+    reached()
+    time.sleep(SLEEP)
 
 
 def _never_busy(link: Link | None) -> Link | None:
