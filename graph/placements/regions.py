@@ -101,6 +101,7 @@ def local_sizes(size: int, mesh: Mesh, placements: Placements, dim: int) -> set[
     return set(_cut_sizes(size, cuts)) if cuts else {size}
 
 
+@lru_cache(maxsize=100_000)
 def intersection(first: Region, second: Region) -> Region:
     """Returns the elements that both have."""
     return Region(
@@ -116,14 +117,15 @@ def positions(part: Region, region: Region) -> Region:
     return local_region
 
 
-def blocks(part: Region, region: Region) -> Iterator[tuple[Slices, Slices]]:
-    """Yields the boxes that make up `part`: where each is in the local tensor of `region`, which
+@lru_cache(maxsize=10_000)
+def blocks(part: Region, region: Region) -> tuple[tuple[Slices, Slices], ...]:
+    """Returns the boxes that make up `part`: where each is in the local tensor of `region`, which
     has all of them, and where in that of `part`. So the one is cut out of the other, or pasted into
     it.
     """
     here = positions(part, region).dims
     there = tuple(map(_packed, here))
-    yield from zip(_boxes(here), _boxes(there), strict=True)
+    return tuple(zip(_boxes(here), _boxes(there), strict=True))
 
 
 def length(intervals: Intervals) -> int:

@@ -109,9 +109,10 @@ def shared_out(request: Request, passes: float | None = None) -> float:
 
 
 def _least_overhead(request: Request) -> float:
-    """Seconds of a minibatch's calls, sums of gradients and updates that all devices together take
-    at least, however they share the model: it is called once, each part of a parameter is updated
-    by one of them, and a worker of all that are replicas has fewest minibatches to add up.
+    """Seconds of a minibatch's calls, reading, sums of gradients and updates that all devices
+    together take at least, however they share the model: it is called and read for once, each part
+    of a parameter is updated by one of them, and a worker of all that are replicas has fewest
+    minibatches to add up.
     """
     overheads, most = request.overheads, _most_microbatches(request)
     parameters = float(request.planning.parameter_bytes.sum())
@@ -119,7 +120,7 @@ def _least_overhead(request: Request) -> float:
     updates = updated / request.step_rate / (most or request.cluster.devices)
     if overheads is None:
         return updates
-    calls = overheads.call_forward + overheads.call_backward
+    calls = overheads.call_forward + overheads.call_backward + overheads.reading
     return calls + updates + parameters * _least_sum_seconds(request)
 
 

@@ -256,10 +256,13 @@ def _gathering(wire: Wire, group: Ranks, size: int, work: Work) -> Callable[[], 
     """Measures all-gathers of `size` bytes in all, one after each run of the work: the seconds that
     one adds. A rank that was interrupted at its work keeps the others waiting, as in training.
     """
-    part, count = wire.tensor(max(4, size // len(group))), min(_MOST_WITH_WORK, _count(size))
+    if dist.get_rank() not in group:
+        return lambda: 0.0
+    gather, meet = wire.gatherer(size, group), wire.gatherer(0, group)
+    count = min(_MOST_WITH_WORK, _count(size))
 
     def seconds(after: Callable[[], object]) -> float:
-        wire.gather(part[:1], group)  # all ranks have arrived
+        meet()  # all ranks have arrived
         wire.synchronize()
         begin = time.perf_counter()
         for _ in range(count):
@@ -270,7 +273,7 @@ def _gathering(wire: Wire, group: Ranks, size: int, work: Work) -> Callable[[], 
 
     def once() -> float:
         before = seconds(lambda: None)
-        both = seconds(lambda: wire.gather(part, group))
+        both = seconds(gather)
         alone = (before + seconds(lambda: None)) / 2
         return max(_LEAST_SECONDS, (both - alone) / count)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,16 @@ from torch import Tensor
 
 from pipedream.comm.communicators import Communicators, for_messages
 from pipedream.comm.messages import PeerLost
+from pipedream.comm.redistribute import MeshGroups
 from pipedream.comm.transport import Transport
+from pipedream.graph.cluster import Link
+from pipedream.graph.placements.placement import Replicate, Shard
 from pipedream.profiler.network.levels import Ranks
 from pipedream.schedule.channel import Channel, Use, among
 from pipedream.schedule.overlap import BUCKET_BYTES
+from pipedream.sharding.steps import MeshTensor, make_step
 
+Gather = Callable[[], Tensor]
 Wait = Callable[[], None]
 """Returns when what was begun is done. Raises PeerLost."""
 
@@ -70,11 +76,19 @@ class Wire:
 
         return wait
 
-    def gather(self, part: Tensor, group: Ranks) -> Tensor:
-        """Returns the parts of all ranks of a group, as devices of a mesh gather them."""
-        exchange, count = self.communicators.exchange(group), len(group)
-        assert exchange is not None
-        return torch.cat(exchange.exchange([part] * count, [tuple(part.shape)] * count))
+    def gatherer(self, size: int, group: Ranks) -> Gather:
+        """Returns what gathers `size` bytes in all, as the devices of a mesh gather a value; at
+        least an element from each rank of the group. Called by each of them.
+        """
+        count = len(group)
+        each = max(1, size // 4 // count)
+        mesh = MeshGroups(
+            (count,), group, group.index(dist.get_rank()), self.communicators.exchange
+        )
+        tensor = MeshTensor((each * count,), 4, mesh.mesh, (Link(bandwidth=1.0),))
+        step = make_step(tensor, (Shard(0),), 0, Replicate())
+        assert step is not None
+        return partial(mesh.redistribute, self.tensor(4 * each), tensor.shape, [step])
 
     def synchronize(self) -> None:
         """Waits for the device."""

@@ -56,6 +56,20 @@ def test_a_cluster_written_and_read_is_the_same(tmp_path: Path) -> None:
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
 
 
+def test_an_all_gather_is_written_and_read(tmp_path: Path) -> None:
+    line = "    all-gather: {latency: 90us, bandwidth: 3GB}\n"
+    text = WHOLE.replace("    bandwidth: 1e9\n", "    bandwidth: 1e9\n" + line)
+    cluster = read_cluster(write(tmp_path, text))
+    assert cluster.all_gather == (None, Link(latency=9e-5, bandwidth=3e9))
+    path = tmp_path / "written.yaml"
+    write_cluster(cluster, path)
+    assert read_cluster(path).all_gather == cluster.all_gather
+    with pytest.raises(UserError, match=r"12: levels\.1\.all-gather: a level with one"):
+        read_cluster(write(tmp_path, text.replace("count: 2", "count: 1")))
+    with pytest.raises(ValueError, match="measured at a level of one component"):
+        Cluster(machines=(1,), bandwidth=(1.0,), all_gather=(Link(bandwidth=1.0),))
+
+
 def test_one_kind_is_the_kind_of_all(tmp_path: Path) -> None:
     text = WHOLE.replace("  - {name: old}\nmachine_kinds: [old, new]\n", "")
     assert read_cluster(write(tmp_path, text)).machine_kinds == ("new", "new")

@@ -21,7 +21,7 @@ from sharded import (
     straight_steps,
 )
 
-from pipedream.graph.cluster import Link
+from pipedream.graph.cluster import Cluster, Link
 from pipedream.graph.placements.placement import (
     Mesh,
     Partial,
@@ -33,6 +33,7 @@ from pipedream.graph.placements.placement import (
     parse_placements,
     show_placements,
 )
+from pipedream.sharding.assignment import LinkedMesh
 from pipedream.sharding.redistribution import redistribute
 from pipedream.sharding.steps import Collective, MeshTensor, Step, make_step, steps_from
 
@@ -245,6 +246,24 @@ def test_the_steps_lead_to_the_target(
     assert agree(held, array, mesh, target)
     straight = straight_steps(tensor, source, target)
     assert sum(step.bytes for step in steps) <= sum(step.bytes for step in straight)
+
+
+def test_what_an_all_gather_measured_is_what_one_on_a_mesh_is_taken_to_take() -> None:
+    """Four devices gather a vector. Once it took steps of an all-reduce of gradients, by which the
+    devices of one machine were thought to need three times what they do.
+    """
+    points = ((1e3, 1e-4), (1e6, 5e-3), (1e8, 0.2))
+    ring = Link(latency=1.0, bandwidth=1e6)
+    for gather in (Link(points=points), Link(latency=1e-4, bandwidth=1e8)):
+        cluster = Cluster(machines=(4,), bandwidth=(1e9,), all_reduce=(ring,), all_gather=(gather,))
+        linked = LinkedMesh.of((4,), range(4), cluster)
+        for count in (1000, 250_000, 10_000_000):
+            vector = MeshTensor((count,), 4, linked.sizes, linked.links)
+            step = make_step(vector, (Shard(0),), 0, Replicate())
+            assert step is not None
+            assert step.seconds == pytest.approx(gather.seconds(4 * count))
+    alone = Cluster(machines=(4,), bandwidth=(1e9,), all_reduce=(ring,))
+    assert alone.mesh_link(1) == alone.ring_link(1)
 
 
 def test_placements_that_do_not_fit_are_refused() -> None:

@@ -54,11 +54,12 @@ def test_of_many_clusters_some_are_planned_that_grow_by_a_factor():
     assert thinned(clusters[:64]) == clusters[:64]
 
 
-def test_a_measured_all_reduce_counts_for_as_many_as_it_was_measured_on():
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
+def test_a_measured_collective_counts_for_as_many_as_it_was_measured_on(name):
     link = Link(bandwidth=1e9)
-    cluster = Cluster(machines=(2, 2), bandwidth=(1e9, 1e9), all_reduce=(link, link))
-    assert shaped(cluster, 4).all_reduce == (link, link)
-    assert shaped(cluster, 6).all_reduce == (link, None)
+    cluster = Cluster(machines=(2, 2), bandwidth=(1e9, 1e9), **{name: (link, link)})
+    assert getattr(shaped(cluster, 4), name) == (link, link)
+    assert getattr(shaped(cluster, 6), name) == (link, None)
 
 
 @pytest.mark.parametrize("text", ["8", "0..4", "4..2", "1..99999", "a..b", "1..2..3"])
