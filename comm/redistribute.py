@@ -107,7 +107,7 @@ class MeshGroups:
                 return paste(local.new_zeros(after.shape), after, [(before, local)])
             case Collective.ALL_REDUCE:
                 return axis.group.add_up(local)
-        outgoing = [extract(local, before, part) for part in moved.outgoing]
+        outgoing = [_seen(local, before, part) for part in moved.outgoing]
         parts = axis.group.exchange(outgoing, moved.incoming_shapes)
         if step.collective is Collective.REDUCE_SCATTER:
             return reduce(torch.add, parts)
@@ -144,6 +144,12 @@ def gather_tiles(
     shapes = [incoming[peer].shape if peer in incoming else (0,) for peer in by_rank]
     parts = zip(by_rank, group.exchange(pieces, shapes), strict=True)
     paste(local, region, ((incoming[peer], part) for peer, part in parts if peer in incoming))
+
+
+def _seen(local: Tensor, region: Region, part: Region) -> Tensor:
+    """Returns the same as `extract`, not copied where it is one box: for what is read at once."""
+    boxes = blocks(part, region)
+    return local[boxes[0][0]] if len(boxes) == 1 else extract(local, region, part)
 
 
 def extract(local: Tensor, region: Region, part: Region) -> Tensor:

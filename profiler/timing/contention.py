@@ -19,11 +19,13 @@ from pipedream.graph.errors import UserError
 
 _CONTENDING = "PIPEDREAM_CONTENDING"
 """Environment variable of a contending process."""
+_PASSES = "passes"
+"""What is told in place of a task: to go on with passes."""
 
 
 @dataclass(frozen=True)
 class Contention:
-    """The other processes: at passes of the model, until the first `begin`."""
+    """The other processes: at passes of the model, but for what is between `begin` and `end`."""
 
     processes: Sequence[subprocess.Popen[str]] = ()
 
@@ -36,6 +38,12 @@ class Contention:
     def go(self) -> None:
         """Has them do the task once."""
         self._tell("")
+
+    def end(self) -> None:
+        """Has them go on with passes of the model, after the last task of several."""
+        self._tell(_PASSES)
+        for process in self.processes:
+            _wait(process)
 
     def _tell(self, line: str) -> None:
         for process in self.processes:
@@ -90,18 +98,24 @@ def is_contending_process() -> bool:
 
 def contend(work: Callable[[], object], made_ready: Callable[[str], Callable[[], object]]) -> None:
     """Repeats `work` until the other process gives a task; then does the tasks that it gives, as
-    often as it says, until it is gone. `made_ready`: returns what does a task once.
+    often as it says, until it has no more; and so on until it is gone. `made_ready`: returns what
+    does a task once.
     """
     work()
     _answer()
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        work()
-    do: Callable[[], object] = work
-    for line in sys.stdin:
-        if task := line.strip():
-            do = made_ready(task)
+    do: Callable[[], object] | None = None
+    while True:
+        while do is None and not select.select([sys.stdin], [], [], 0)[0]:
+            work()  # nothing is told and not read yet: an answer was waited for
+        line = sys.stdin.readline()
+        if not line:
+            return
+        task = line.strip()
+        if task:
+            do = None if task == _PASSES else made_ready(task)
             _answer()
         else:
+            assert do is not None
             do()
 
 

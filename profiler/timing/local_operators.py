@@ -7,6 +7,7 @@ Collectives are left out. Whole operators are timed too: a planner takes ratios
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
@@ -35,7 +36,11 @@ asked for or time allows; and in any case, where nobody asked.
 _LIKELY_SECONDS = 30.0
 """After so many no more are timed of those that are only likely."""
 _SECONDS = 0.1
-"""After so many an operator is not repeated further."""
+"""After so many an operator is not repeated further in a round."""
+_ROUNDS = 4
+"""In each of which wholes are timed, then parts. For seconds at a time processes may have half the
+bandwidth of memory that they have before and after, and all of either would be timed in those.
+"""
 
 
 def time_local_operators(
@@ -57,19 +62,24 @@ def time_local_operators(
     for call in graph.calls:
         of_operator[call.operator] += seconds.get(call.name, 0.0)
     asked, likely = _asked_and_likely(of_operator, shards, graph, nodes)
-    divided = dict.fromkeys(whole for whole, _ in (*asked, *likely))
-    timed = dict(alone(largest_first(divided), enough=_SECONDS, limit=math.inf))
-    for parts, limit in (
-        (largest_first(part for _, part in asked), math.inf),
-        ([part for _, part in likely], _LIKELY_SECONDS),
-    ):
-        new = [each for each in dict.fromkeys(parts) if each not in timed]
-        if new:  # a timed call collects garbage first
-            timed |= at_once(new, enough=_SECONDS, limit=limit)
+    divided = largest_first(dict.fromkeys(whole for whole, _ in (*asked, *likely)))
+    parts = largest_first(dict.fromkeys(part for _, part in asked if part not in divided))
+    timed: dict[Operator, list[float | None]] = defaultdict(list)
+
+    def note(found: Mapping[Operator, float | None]) -> None:
+        for operator, taken in found.items():
+            timed[operator].append(taken)
+
+    for _ in range(_ROUNDS):
+        note(alone(divided, enough=_SECONDS, limit=math.inf))
+        if parts:  # a timed call collects garbage first
+            note(at_once(parts, enough=_SECONDS, limit=math.inf))
+    if rest := [each for each in dict.fromkeys(part for _, part in likely) if each not in timed]:
+        note(at_once(rest, enough=_SECONDS, limit=_LIKELY_SECONDS))
     return tuple(
-        TimedOperator(operator=operator, seconds=taken)
+        TimedOperator(operator=operator, seconds=statistics.median(known))
         for operator, taken in timed.items()
-        if taken is not None
+        if (known := [each for each in taken if each is not None])
     )
 
 

@@ -110,6 +110,7 @@ def time_alone(
                 break
             at_once.begin(_Task(operator=each, between=between).model_dump_json())
             seconds[each] = _time(each, enough, watch, random, at_once)
+    at_once.end()
     return seconds
 
 

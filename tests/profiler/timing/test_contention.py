@@ -26,14 +26,16 @@ def test_a_process_does_passes_until_it_is_told_tasks_and_ends_with_the_other(
     def passes() -> None:
         done.append("passes")
         if len(done) == 3:
-            os.write(tell, b"one\n\n\nother\n\n")
+            os.write(tell, b"one\n\n\nother\n\npasses\n")
+        if len(done) == 8:
+            os.write(tell, b"one\n\n")
             os.close(tell)
 
     with os.fdopen(told) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         contend(passes, lambda task: lambda: done.append(task))
-    assert done == ["passes", "passes", "passes", "one", "one", "other"]
-    assert capsys.readouterr().out == "ready\n" * 3
+    assert done == [*["passes"] * 3, "one", "one", "other", "passes", "passes", "one"]
+    assert capsys.readouterr().out == "ready\n" * 5
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class Recorded(Contention):
 
     def go(self) -> None:
         self.said.append("go")
+
+    def end(self) -> None:
+        self.said.append("end")
 
 
 def test_others_do_each_operator_as_often_and_at_the_same_time(
@@ -68,7 +73,8 @@ def test_others_do_each_operator_as_often_and_at_the_same_time(
     monkeypatch.setattr(operator_times, "execute", lambda operator, _: executed.append(operator))
     timed = list(dict.fromkeys(executed))
     executed.clear()
-    for task in (said for said in others.said if said != "go"):
+    assert others.said.index("end") == len(others.said) - 1
+    for task in (said for said in others.said if said not in ("go", "end")):
         tasks_on(CPU)(task)()
     assert executed == timed == operators
 

@@ -106,7 +106,7 @@ def found(
     return {each.operator: each.seconds for each in timed}
 
 
-def test_whole_and_local_operators_are_timed_once_in_the_same_way(clock: list[Operator]) -> None:
+def test_whole_and_local_operators_are_timed_as_often_and_alike(clock: list[Operator]) -> None:
     two = graph(one=product(8, 8, 8), again=product(8, 8, 8), half=product(4, 8, 8))
     times = found(two, {"one": 1.0, "again": 1.0, "half": 1.0}, 2)
     assert {sizes(each): own for each, own in times.items()} == {
@@ -118,7 +118,28 @@ def test_whole_and_local_operators_are_timed_once_in_the_same_way(clock: list[Op
         (4, 4, 8): 4.0,
         (4, 8, 4): 4.0,
     }
-    assert len(clock) == len(times)
+    assert len(clock) == len(times) * local_operators_._ROUNDS
+
+
+def test_wholes_and_parts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes half as long again for a second or two. Once wholes were timed, then parts,
+    and where one of both met such a time a mesh of two was said to take 48 ms, or 60.
+    """
+    clock = 0
+
+    def time(operator: Operator, *_rest: object) -> float:
+        nonlocal clock
+        clock += 1
+        return float(sizes(operator)[0]) * (1.5 if 5 <= clock < 8 else 1.0)
+
+    monkeypatch.setattr(operator_times, "_time", time)
+    times = found(graph(one=product(8, 8, 8)), {"one": 1.0}, 2)
+    assert {sizes(each): own for each, own in times.items()} == {
+        (8, 8, 8): 8.0,
+        (4, 8, 8): 4.0,
+        (8, 4, 8): 8.0,
+        (8, 8, 4): 8.0,
+    }
 
 
 def test_what_takes_next_to_nothing_is_left_out(clock: list[Operator]) -> None:
