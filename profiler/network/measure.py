@@ -6,11 +6,13 @@ simulator accounts for links that are shared. Its times are fitted by a line whe
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from pipedream.profiler.network.interference import Traffic, Work, busy
 from pipedream.profiler.network.levels import NetworkLevel, Ranks
 from pipedream.profiler.network.options import Effort
 from pipedream.profiler.network.wire import Wait, Wire
+from pipedream.profiler.timing.stopwatch import stopwatch
 
 _TIMED_BYTES = 4e6
 _FEWEST, _MOST, _MOST_WITH_WORK = 2, 64, 16
@@ -32,7 +35,6 @@ MOST_MISS = 0.2
 """The points are used instead of a line with a larger relative error than this at any size."""
 
 _FASTEST = 1e15  # bytes per second, if more bytes take no longer
-_LEAST_SECONDS = 1e-6  # of an all-gather, where the work varies by more than it takes
 
 
 @dataclass(frozen=True)
@@ -253,29 +255,24 @@ def _adding(wire: Wire, group: Ranks, size: int, room: _Room) -> Callable[[], fl
 
 
 def _gathering(wire: Wire, group: Ranks, size: int, work: Work) -> Callable[[], float]:
-    """Measures all-gathers of `size` bytes in all, one after each run of the work: the seconds that
-    one adds. A rank that was interrupted at its work keeps the others waiting, as in training.
+    """Measures all-gathers of `size` bytes in all, each after a run of the work: the median seconds
+    of one. A rank whose work took longer keeps the others waiting, as in training.
     """
     if dist.get_rank() not in group:
         return lambda: 0.0
-    gather, meet = wire.gatherer(size, group), wire.gatherer(0, group)
+    gather, watch = wire.gatherer(size, group), stopwatch(wire.device)
     count = min(_MOST_WITH_WORK, _count(size))
 
-    def seconds(after: Callable[[], object]) -> float:
-        meet()  # all ranks have arrived
-        wire.synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
-            work.run(lambda: None)
-            after()
-        wire.synchronize()
-        return time.perf_counter() - begin
+    def timed() -> tuple[Any, Any]:
+        work.run(lambda: None)
+        start = watch.mark()
+        gather()
+        return start, watch.mark()
 
     def once() -> float:
-        before = seconds(lambda: None)
-        both = seconds(gather)
-        alone = (before + seconds(lambda: None)) / 2
-        return max(_LEAST_SECONDS, (both - alone) / count)
+        timed()  # all ranks have arrived
+        marks = [timed() for _ in range(count)]
+        return statistics.median(watch.seconds(start, end) for start, end in marks)
 
     return once
 
