@@ -219,16 +219,19 @@ class Cluster(_ClusterPart):
         count = self.machines[level - 1]
         return whole.stretched(1 / count, 1 / (2 * (count - 1)))
 
-    def mesh_link(self, level: int) -> Link:
-        """Returns the link for one step of a ring at a level (1 innermost) among the devices of a
-        mesh, which wait for each other: what the n - 1 steps of a measured all-gather take, each of
-        an n-th of the bytes; else a step of an all-reduce.
+    def mesh_link(self, level: int, devices: int) -> Link:
+        """Returns the link for one of the k - 1 steps of a ring of k `devices` of a mesh at a level
+        (1 innermost).
+
+        If an all-gather of all n components was measured, the steps together take as long as one
+        in which each sends as many bytes: since all send to all at once, fewer of them wait no
+        less. Else a step is that of an all-reduce.
         """
         whole = self.all_gather[level - 1] if self.all_gather else None
         if whole is None:
             return self.ring_link(level)
-        count = self.machines[level - 1]
-        return whole.stretched(1 / count, 1 / (count - 1))
+        count, steps = self.machines[level - 1], devices - 1
+        return whole.stretched((count - 1) / count / steps, 1 / steps)
 
     def kind(self, machine: int) -> DeviceType:
         """Returns the type of the devices in a component of the outermost level."""

@@ -58,7 +58,8 @@ class LinkedMesh:
             )
             for axis in range(len(mesh))
         )
-        return LinkedMesh(mesh, tuple(cluster.mesh_link(level) for level in levels))
+        links = (cluster.mesh_link(k, max(2, n)) for k, n in zip(levels, mesh, strict=True))
+        return LinkedMesh(mesh, tuple(links))
 
     def first(self, axes: int) -> LinkedMesh:
         """Returns the mesh of the first axes alone."""

@@ -263,7 +263,21 @@ def test_what_an_all_gather_measured_is_what_one_on_a_mesh_is_taken_to_take() ->
             assert step is not None
             assert step.seconds == pytest.approx(gather.seconds(4 * count))
     alone = Cluster(machines=(4,), bandwidth=(1e9,), all_reduce=(ring,))
-    assert alone.mesh_link(1) == alone.ring_link(1)
+    assert alone.mesh_link(1, 4) == alone.ring_link(1)
+
+
+def test_two_of_four_devices_wait_as_long_as_four() -> None:
+    """Once two took a third of the latency, one step of three, and a mesh of 2 x 2 took 15 % longer
+    than planned.
+    """
+    gather = Link(latency=3e-3, bandwidth=1e8)
+    cluster = Cluster(machines=(4,), bandwidth=(1e9,), all_gather=(gather,))
+    linked = LinkedMesh.of((2, 2), range(4), cluster)
+    vector = MeshTensor((1_000_000,), 4, linked.sizes, linked.links)
+    step = make_step(vector, (Replicate(), Shard(0)), 1, Replicate())
+    assert step is not None
+    assert step.bytes == 2_000_000
+    assert step.seconds == pytest.approx(3e-3 + 2_000_000 / (0.75 * 1e8))
 
 
 def test_placements_that_do_not_fit_are_refused() -> None:

@@ -96,6 +96,19 @@ def test_a_device_has_the_regions_of_its_parameters(
     assert held < 0.6 * sum(node.parameter_bytes for node in graph.nodes.values())
 
 
+def test_teams_are_fewer_than_a_collective_was_measured_among(
+    profiled: tuple[Graph, Profile, OperatorProfile],
+) -> None:
+    """Two machines of four: teams of two do not have what four devices took, machines do."""
+    inner, outer = Link(latency=1e-6, bandwidth=1e9), Link(latency=1e-5, bandwidth=1e8)
+    links = dict.fromkeys(("send", "all_reduce", "all_gather"), (inner, outer))
+    cluster = Cluster(machines=(4, 2), bandwidth=(1e9, 1e8), **links)
+    teams = ModelSharding.of((2,), SHARDS, profiled[2], cluster).teams
+    assert teams.machines == (2, 2)
+    assert teams.send == (inner, outer)
+    assert teams.all_reduce == teams.all_gather == (None, outer)
+
+
 def test_work_and_messages_are_those_of_the_operators(
     profiled: tuple[Graph, Profile, OperatorProfile],
 ) -> None:
