@@ -21,6 +21,7 @@ from pipedream.profiler.timing.local_parts import (
     worth_most,
 )
 from pipedream.profiler.timing.operator_times import largest_first
+from pipedream.profiler.timing.stopping_rule import no_garbage_collection
 from pipedream.sharding.axis import chunk_numbers
 
 Shards = tuple[int, ...] | Plan | None
@@ -35,9 +36,9 @@ asked for or time allows; and in any case, where nobody asked.
 """
 _LIKELY_SECONDS = 30.0
 """After so many no more are timed of those that are only likely."""
-_SECONDS = 0.1
-"""After so many an operator is not repeated further in a round."""
-_ROUNDS = 4
+_SECONDS, _SECONDS_OF_LIKELY = 0.03, 0.1
+"""After so many an operator is not repeated further in a round; one that is likely, at all."""
+_ROUNDS = 3
 """In each of which wholes are timed, then parts. For seconds at a time processes may have half the
 bandwidth of memory that they have before and after, and all of either would be timed in those.
 """
@@ -70,12 +71,13 @@ def time_local_operators(
         for operator, taken in found.items():
             timed[operator].append(taken)
 
-    for _ in range(_ROUNDS):
-        note(alone(divided, enough=_SECONDS, limit=math.inf))
-        if parts:  # a timed call collects garbage first
+    asked_for = {*divided, *parts}
+    rest = dict.fromkeys(part for _, part in likely if part not in asked_for)
+    with no_garbage_collection():  # once, not in each round
+        for _ in range(_ROUNDS):
+            note(alone(divided, enough=_SECONDS, limit=math.inf))
             note(at_once(parts, enough=_SECONDS, limit=math.inf))
-    if rest := [each for each in dict.fromkeys(part for _, part in likely) if each not in timed]:
-        note(at_once(rest, enough=_SECONDS, limit=_LIKELY_SECONDS))
+        note(at_once(list(rest), enough=_SECONDS_OF_LIKELY, limit=_LIKELY_SECONDS))
     return tuple(
         TimedOperator(operator=operator, seconds=statistics.median(known))
         for operator, taken in timed.items()

@@ -124,9 +124,12 @@ class Repeats:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disables garbage collection, like timeit: it would count in whichever node it interrupts."""
+    """Disables garbage collection, like timeit: it would count in whichever node it interrupts.
+    Where it is disabled there is nothing to collect first.
+    """
     enabled = gc.isenabled()
-    gc.collect()
+    if enabled:
+        gc.collect()
     gc.disable()
     try:
         yield
