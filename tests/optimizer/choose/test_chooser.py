@@ -156,7 +156,7 @@ def test_the_bound_sums_no_gradients_that_replicas_do_not(make_graph):
 
 def test_minibatches_are_read_in_any_plan(make_graph):
     """10 ms of passes, 2 ms of reading, four replicas: 3 ms for each. Where reading took long, as
-    on a busy machine, the bound of all work shared out said that meshes could save what they cannot.
+    on a busy machine, the bound of all work shared out said that meshes could save it.
     """
     graph = make_graph("a", a=(10, 0, 0))
     wanted = replace(
