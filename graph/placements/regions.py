@@ -101,7 +101,6 @@ def local_sizes(size: int, mesh: Mesh, placements: Placements, dim: int) -> set[
     return set(_cut_sizes(size, cuts)) if cuts else {size}
 
 
-@lru_cache(maxsize=100_000)
 def intersection(first: Region, second: Region) -> Region:
     """Returns the elements that both have."""
     return Region(
