@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pipedream.graph.placements.operators import Operator, OperatorGraph
 from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import Plan
-from pipedream.profiler.timing.operator_times import touched_by
+from pipedream.profiler.timing.cold_inputs import touched_by
 from pipedream.sharding.local_times import first_part
 from pipedream.sharding.planned import planned_strategies
 from pipedream.sharding.rules import local_operator, strategies

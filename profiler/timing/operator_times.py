@@ -1,10 +1,9 @@
 """How the measured seconds of a node divide among its operators.
 
-Each distinct operator is timed alone, on random inputs that lie in memory one after the other; what
-else a minibatch has is read in between, since parameters that stayed in a cache from one repeat to
-the next would be read sooner than in training. The times are how operators of one node compare: so
-those of a node's forward operators are scaled to its measured forward pass, those of the others to
-the backward pass.
+Each distinct operator is timed alone, on random inputs that lie in memory one after the other and
+in no cache: parameters that stayed there from one repeat to the next would be read sooner than in
+training. The times are how operators of one node compare: so those of a node's forward operators
+are scaled to its measured forward pass, those of the others to the backward pass.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from pipedream.capture.programs.attribution import Attributed
 from pipedream.capture.programs.description import executable, execute
 from pipedream.graph.errors import ArtifactModel
 from pipedream.graph.model import Graph
-from pipedream.graph.placements.operators import Operator, OperatorGraph, TensorType
+from pipedream.graph.placements.operators import Operator, OperatorGraph
+from pipedream.profiler.timing.cold_inputs import ColdInputs, touched_by
 from pipedream.profiler.timing.contention import ALONE, Contention
 from pipedream.profiler.timing.stopping_rule import counting, no_garbage_collection
-from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 
 _REPEATS, _FEWEST, _MOST = 5, 3, 12
 """Those that count; in all. Of a large operator some take many times as long: the heap grows for
@@ -102,74 +101,76 @@ def time_alone(
     that a minibatch touches from one execution of an operator to the next. `at_once`: processes
     that do the same operator at the same time. `limit`: after so many seconds no other is begun.
     """
-    watch, random = stopwatch(device, between), _RandomValues(device)
-    seconds, end = {}, time.monotonic() + limit
+    seconds: dict[Operator, float | None] = {}
+    inputs, end, fresh = ColdInputs(device, between), time.monotonic() + limit, True
     with no_garbage_collection():
         for each in operators:
             if time.monotonic() > end:
                 break
-            at_once.begin(_Task(operator=each, between=between).model_dump_json())
-            seconds[each] = _time(each, enough, watch, random, at_once)
+            at_once.begin(_Task(operator=each, between=between, fresh=fresh).model_dump_json())
+            seconds[each], fresh = _time(each, enough, inputs, at_once), False
     at_once.end()
     return seconds
 
 
 class _Task(ArtifactModel):
-    """What `time_alone` has other processes do at once."""
+    """What `time_alone` has other processes do at once; `fresh`: before any other. These take cold
+    inputs as often as it does, so that all clear their caches at the same time.
+    """
 
     operator: Operator
     between: int
+    fresh: bool
 
 
 def tasks_on(device: torch.device) -> Callable[[str], Callable[[], None]]:
     """Returns what makes such a process ready for a task; it does nothing where the operator cannot
     be run by itself.
     """
-    random = _RandomValues(device)
+    cold: ColdInputs | None = None
 
     def made_ready(task: str) -> Callable[[], None]:
+        nonlocal cold
         told = _Task.model_validate_json(task)
-        watch = stopwatch(device, told.between)
+        if told.fresh:
+            cold = None  # which frees its memory first
+        cold = kept = cold or ColdInputs(device, told.between)
         inputs: list[Tensor] = []
         with suppress(Exception):
-            inputs = [random.like(type_) for type_ in told.operator.inputs]
+            inputs = kept.of(told.operator)
 
         def do() -> None:
+            nonlocal inputs
             with suppress(Exception):
-                execute(told.operator, inputs)
-                watch.clear()
+                kept.keep(execute(told.operator, inputs))
+                inputs = kept.of(told.operator)
 
         return do
 
     return made_ready
 
 
-def _time(
-    operator: Operator,
-    enough: float,
-    watch: Stopwatch,
-    random: _RandomValues,
-    at_once: Contention,
-) -> float | None:
+def _time(operator: Operator, enough: float, cold: ColdInputs, at_once: Contention) -> float | None:
     """Returns the median of the repeats that count, after one that does not; `enough`: after so
     many seconds there are no more than are needed. None if it cannot be run by itself.
     """
     repeats: list[float] = []
+    watch = cold.watch
     # Whatever torch raises: some operators need certain values, and memory may be short.
     try:
+        inputs = cold.of(operator)
         if _needs_forward(operator):
             return None
-        inputs = [random.like(type_) for type_ in operator.inputs]
         end, found = time.monotonic() + enough, 0
         while len(repeats) <= _MOST and (
             found < _FEWEST or (found < _REPEATS and time.monotonic() < end)
         ):
-            watch.clear()
             at_once.go()
             start = watch.mark()
-            execute(operator, inputs)
+            cold.keep(execute(operator, inputs))
             repeats.append(watch.seconds(start, watch.mark()))
             found = len(counting(repeats[1:]))
+            inputs = cold.of(operator)
     except Exception:
         return None
     return statistics.median(counting(repeats[1:]))
@@ -182,28 +183,3 @@ def _needs_forward(operator: Operator) -> bool:
         argument.name.startswith(_OPAQUE) and operator.input_at(position) is not None
         for position, argument in enumerate(schema)
     )
-
-
-class _RandomValues:
-    """Inputs of operators: numbers from 0 to 1, which are probabilities too; zeros for integers,
-    which are valid indices. Drawn once, because drawing may take longer than an operator.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.drawn: dict[torch.dtype, Tensor] = defaultdict(lambda: torch.empty(0))
-
-    def like(self, type_: TensorType) -> Tensor:
-        dtype, shape = getattr(torch, type_.dtype), type_.shape
-        if not (dtype.is_floating_point or dtype.is_complex):
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        count = math.prod(shape)
-        if self.drawn[dtype].numel() < count:
-            self.drawn[dtype] = torch.rand(count, dtype=dtype, device=self.device)
-        return self.drawn[dtype][:count].view(shape).clone()
-
-
-def touched_by(operator: Operator) -> int:
-    """Returns the bytes of its inputs and outputs; at least one."""
-    types = (*operator.inputs, *(type_ for type_ in operator.outputs if type_ is not None))
-    return sum(math.prod(type_.shape) * type_.element_bytes for type_ in types) or 1

@@ -12,6 +12,8 @@ from pipedream.profiler.device import host_cache_bytes
 
 _LEAD = 2_000_000
 """Cycles of a GPU: a millisecond or two, in which the host hands over the passes of a node."""
+_PART = 4
+"""After a clear, this part of what it read may be touched before the next."""
 _WORD = 8
 """Bytes of what is added up to read memory."""
 
@@ -21,9 +23,11 @@ class Stopwatch:
 
     Call `clear()` before a timed pass, `mark()` in it, and `seconds` once all is queued; before a
     part of a pass that is timed alone, `lead()`. `hands_over`: calls return before work is done.
+    `room`: after a `clear()`, bytes that may be touched before another is due.
     """
 
     hands_over = False
+    room = 0
 
     def __init__(self, between: int = 0) -> None:
         """`between`: bytes that training touches between two executions of what is timed alone;
@@ -31,6 +35,7 @@ class Stopwatch:
         """
         size = min(between, 2 * host_cache_bytes())
         self.between = torch.zeros(size // _WORD, dtype=torch.int64)
+        self.room = self.between.nbytes // _PART
 
     def clear(self) -> None:
         self.between.sum()

@@ -16,7 +16,6 @@ from pipedream.capture.export import capture
 from pipedream.capture.programs.attribution import Attributed, attribute
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import Input, Operator, TensorType
-from pipedream.profiler.device import host_cache_bytes
 from pipedream.profiler.timing import operator_times
 from pipedream.profiler.timing.operator_times import operator_seconds, seconds_alone, time_alone
 from pipedream.profiler.timing.stopwatch import Stopwatch
@@ -109,29 +108,6 @@ class LSTM(nn.LSTM):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         result: torch.Tensor = super().forward(x)[0]
         return result
-
-
-def test_caches_are_cleared_before_each_execution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what a minibatch touches in between, as far as caches hold that. Parts of operators that
-    stayed in a cache looked faster than they are in training.
-    """
-    done = list[object]()
-
-    def cleared(watch: Stopwatch) -> None:
-        done.append(watch.between.nbytes)
-
-    def executed(operator: Operator, inputs: object) -> None:
-        done.append(operator)
-
-    monkeypatch.setattr(Stopwatch, "clear", cleared)
-    monkeypatch.setattr(operator_times, "execute", executed)
-    product = called("aten.mm.default", (4, 4), (4, 4))
-    for touched in (0, 8_000, 1 << 40):
-        done.clear()
-        time_alone([product], CPU, 1.0, touched)
-        held = min(touched, 2 * host_cache_bytes())
-        assert done == [held, product] * (len(done) // 2)
-        assert len(done) > 4
 
 
 def test_what_is_between_is_read() -> None:
