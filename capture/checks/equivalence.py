@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.capture.captured import Captured, flatten_inputs, rebuild
-from pipedream.capture.checks.rounding import ComputeTypes, rounded_once
+from pipedream.capture.checks.rounding import ComputeTypes, moved_at_random
 from pipedream.graph.errors import UserError
 
 Figures: TypeAlias = Mapping[str, Tensor | None]
@@ -69,15 +69,24 @@ class Tolerance:
         """Tells whether small figures may be nothing but rounding."""
         return self.relative > _RELATIVE[torch.float32]
 
-    def most(self, name: str, value: Tensor, rounded: Tensor | None = None) -> float:
+    def most(
+        self,
+        name: str,
+        value: Tensor,
+        rounded: Tensor | None = None,
+        jumped: Tensor | None = None,
+    ) -> float:
         """Returns the largest distance from this figure, as `distance` has it. `rounded`: the same
-        figure where all numbers were rounded otherwise, if it is known.
+        figure where all numbers were rounded otherwise; `jumped`: that of parameters moved by
+        `relative`, so that derivatives jump that seldom do for rounding; if they are known.
         """
         size = _norm(value)
         most = max(self.relative, _OF_ROUNDING * self.rounding.get(name, 0.0)) * size
         if is_gradient(name):
             typical = self.gradients * math.sqrt(value.numel())
             most = max(most, _OF_ALL * self.relative * typical)
+            if jumped is not None:
+                most = max(most, distance(value, jumped, gradients=True))
         if rounded is not None:
             most = max(most, _OF_ROUNDING * distance(value, rounded, is_gradient(name)))
         return most
@@ -143,7 +152,7 @@ def check_equivalence(
         if loss is None:
             _compare(model, expected, actual, Tolerance(_RELATIVE[dtype], {}, 0.0))
             return None
-        rounded = rounded_once(parameters, dtype)
+        rounded = moved_at_random(parameters, torch.finfo(dtype).eps)
         tolerance = Tolerance.of(actual, passes(lambda: of_captured(rounded), rounded), dtype)
     _compare(model, expected, actual, tolerance)
     return tolerance

@@ -4,13 +4,29 @@ with all numbers moved a little.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_JUMPING = {
+    f"aten::{name}"
+    for name in (
+        *("relu", "relu_", "relu6", "relu6_", "leaky_relu", "leaky_relu_", "prelu", "threshold"),
+        *("hardtanh", "hardtanh_", "hardswish", "hardswish_", "hardsigmoid", "hardsigmoid_"),
+        *("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices"),
+        *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+        *("abs", "clamp", "clamp_", "clamp_min", "clamp_max", "max", "min", "maximum", "minimum"),
+        *("amax", "amin", "topk", "sort", "sign", "round", "floor", "ceil", "l1_loss"),
+    )
+}
+"""Operators whose derivative is another on either side of a number: a sum that is added up in
+another order may come to lie on the other.
+"""
 
 
 class ComputeTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -66,15 +82,38 @@ class RoundedOtherwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.where(whole, result, torch.addcmul(result, result, noise))
 
 
-def rounded_once(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies of the parameters, each number changed at random by at most one unit of rounding."""
-    generator, unit = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
+def moved_at_random(parameters: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
+    """Copies of the parameters, each number changed at random by at most this part of itself."""
+    generator = torch.Generator().manual_seed(0)
 
-    def rounded(tensor: Tensor) -> Tensor:
+    def moved(tensor: Tensor) -> Tensor:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         noise = torch.empty(real.shape, dtype=torch.promote_types(real.dtype, torch.float32))
-        noise = noise.uniform_(-unit, unit, generator=generator).to(real.device)
+        noise = noise.uniform_(-most, most, generator=generator).to(real.device)
         changed = torch.addcmul(real.to(noise.dtype), real, noise).to(real.dtype)
         return torch.view_as_complex(changed) if tensor.is_complex() else changed
 
-    return {n: rounded(each.detach()).requires_grad_() for n, each in parameters.items()}
+    return {n: moved(each.detach()).requires_grad_() for n, each in parameters.items()}
+
+
+@contextmanager
+def moved_inside(module: nn.Module, most: float) -> Iterator[None]:
+    """Inside, parameters are `moved_at_random`; afterwards they are as before."""
+    parameters = dict(module.named_parameters())
+    kept = {name: each.data for name, each in parameters.items()}
+    try:
+        for name, moved in moved_at_random(kept, most).items():
+            parameters[name].data = moved.data
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = kept[name]
+
+
+def may_jump(module: fx.GraphModule) -> bool:
+    """Tells whether a gradient may jump where a number moves by a unit of rounding."""
+    return any(
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.overloadpacket._qualified_op_name in _JUMPING
+        for node in module.graph.nodes
+    )

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -25,7 +25,7 @@ from pipedream.capture.checks.equivalence import (
     gradient_of,
     is_gradient,
 )
-from pipedream.capture.checks.rounding import RoundedOtherwise
+from pipedream.capture.checks.rounding import RoundedOtherwise, may_jump, moved_inside
 from pipedream.capture.loss import Loss
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.comm.device.memory import free_memory
@@ -97,18 +97,31 @@ class Reference:
         `minibatches`: by number, in their order, each with the model as captured for its shape.
         """
         before = {key: buffer.clone() for key, buffer in self.buffers.items()}
-        figures, others = self._figures(minibatches), dict[str, Tensor]()
-        if self.tolerance.of_lower_type or self.reorders:
-            after, self.buffers = self.buffers, before
-            with RoundedOtherwise():
-                others = self._figures(minibatches)
-            self.buffers = after
+        figures, rounded, jumped = self._figures(minibatches), dict[str, Tensor](), {}
+        lower, model = self.tolerance.of_lower_type, next(iter(minibatches.values()))[0].module
+        if lower or self.reorders:
+            rounded = self._again(minibatches, before, RoundedOtherwise())
+        if not lower and may_jump(model):
+            jumped = self._again(minibatches, before, moved_inside(model, self.tolerance.relative))
         expected = {}
         for what, figure in figures.items():
             in_a_pass = re.split(" of (?:minibatch|replica) ", what)[0]
-            most = self.tolerance.most(in_a_pass, figure, others.get(what))
+            most = self.tolerance.most(in_a_pass, figure, rounded.get(what), jumped.get(what))
             expected[what] = Expected(fingerprint(figure), most)
         return expected
+
+    def _again(
+        self,
+        minibatches: Mapping[int, tuple[Captured, Batch]],
+        before: Mapping[tuple[str, int], Tensor],
+        changed: AbstractContextManager[object],
+    ) -> dict[str, Tensor]:
+        """Returns the figures from buffers `before`, in such a context."""
+        after, self.buffers = self.buffers, {key: each.clone() for key, each in before.items()}
+        with changed:
+            figures = self._figures(minibatches)
+        self.buffers = after
+        return figures
 
     def _figures(self, minibatches: Mapping[int, tuple[Captured, Batch]]) -> dict[str, Tensor]:
         losses: dict[str, Tensor] = {}
