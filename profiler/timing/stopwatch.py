@@ -14,6 +14,10 @@ _LEAD = 2_000_000
 """Cycles of a GPU: a millisecond or two, in which the host hands over the passes of a node."""
 _PART = 4
 """After a clear, this part of what it read may be touched before the next."""
+_NEAR = 32 << 20
+"""Bytes that are more than the second-level cache of a core holds, and all that is found by way of
+its translation of addresses.
+"""
 _WORD = 8
 """Bytes of what is added up to read memory."""
 
@@ -23,7 +27,8 @@ class Stopwatch:
 
     Call `clear()` before a timed pass, `mark()` in it, and `seconds` once all is queued; before a
     part of a pass that is timed alone, `lead()`. `hands_over`: calls return before work is done.
-    `room`: after a `clear()`, bytes that may be touched before another is due.
+    `room`: after a `clear()`, bytes that may be touched before another is due; before each of the
+    passes until then, `clear_near()`.
     """
 
     hands_over = False
@@ -39,6 +44,10 @@ class Stopwatch:
 
     def clear(self) -> None:
         self.between.sum()
+
+    def clear_near(self) -> None:
+        """Leaves to what was used last, code too, the place that it has after other operators."""
+        self.between[: _NEAR // _WORD].sum()
 
     def lead(self) -> None:
         pass

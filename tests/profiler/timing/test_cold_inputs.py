@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -40,7 +42,11 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     def executed(operator: Operator, inputs: object) -> None:
         done.append(operator)
 
+    def cleared_near(watch: Stopwatch) -> None:
+        done.append("near")
+
     monkeypatch.setattr(Stopwatch, "clear", cleared)
+    monkeypatch.setattr(Stopwatch, "clear_near", cleared_near)
     monkeypatch.setattr(operator_times, "execute", executed)
     return done
 
@@ -67,6 +73,8 @@ def test_many_that_are_small_share_a_clear(done: list[object]) -> None:
     time_alone(operators, CPU, 1.0, MEGABYTE)
     assert done[0] == MEGABYTE
     assert done.count(MEGABYTE) == 1
+    before = [one for one, other in pairwise(done) if isinstance(other, Operator)]
+    assert before == [MEGABYTE, *["near"] * (len(before) - 1)]
     assert len(done) > 4 * len(operators)
 
 
