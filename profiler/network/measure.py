@@ -255,8 +255,9 @@ def _adding(wire: Wire, group: Ranks, size: int, room: _Room) -> Callable[[], fl
 
 
 def _gathering(wire: Wire, group: Ranks, size: int, work: Work) -> Callable[[], float]:
-    """Measures all-gathers of `size` bytes in all, each after a run of the work: the median seconds
-    of one. A rank whose work took longer keeps the others waiting, as in training.
+    """Measures all-gathers of `size` bytes in all, each after a run of the work: the mean seconds
+    of one. A rank whose work took longer keeps the others waiting, as in training, where all that
+    is waited adds up.
     """
     if dist.get_rank() not in group:
         return lambda: 0.0
@@ -272,7 +273,7 @@ def _gathering(wire: Wire, group: Ranks, size: int, work: Work) -> Callable[[], 
     def once() -> float:
         timed()  # all ranks have arrived
         marks = [timed() for _ in range(count)]
-        return statistics.median(watch.seconds(start, end) for start, end in marks)
+        return statistics.fmean(watch.seconds(start, end) for start, end in marks)
 
     return once
 

@@ -236,7 +236,8 @@ def test_what_begins_in_a_step_is_spread_over_its_places() -> None:
 
 def test_an_all_gather_is_timed_after_work() -> None:
     """Work of 70 ms, gathers of 20 ms but for one. Alone on two cores a small one took 0.04 ms,
-    after products, which ranks end at different times, 0.3 ms.
+    after products, which ranks end at different times, 0.3 ms. What one waits counts: in training
+    the mean was 0.35 ms, the median 0.22.
     """
     clock = _Clock()
     clock.reading = 0.0
@@ -257,7 +258,8 @@ def test_an_all_gather_is_timed_after_work() -> None:
 
     with patch.object(stopwatch, "time", clock), patch.object(dist, "get_rank", lambda: 0):
         gathering = measure._gathering(cast(Wire, Gathers()), (0, 1), 8000, Work(work, places=1))
-        assert gathering() == pytest.approx(0.02)
+        timed = min(measure._MOST_WITH_WORK, measure._count(8000))
+        assert gathering() == pytest.approx(0.02 + 0.28 / timed)
 
 
 @pytest.mark.thorough
