@@ -203,7 +203,8 @@ def buffer_replicas(captured: Captured, plan: Plan, buffers: Set[str]) -> dict[s
 def has_room(captured: Captured, device: torch.device) -> bool:
     """Tells whether the whole model can be computed on the device; says so if not."""
     values, parameters = captured.values.values(), captured.module.parameters()
-    needed = 2 * sum(value.bytes for value in values) + 2 * sum(p.nbytes for p in parameters)
+    copies = 4 if may_jump(captured.module) else 2  # moved parameters have gradients of their own
+    needed = 2 * sum(value.bytes for value in values) + copies * sum(p.nbytes for p in parameters)
     free = free_memory(device)
     if needed > free:
         reason = f"{show_bytes(needed)} for the whole model, and {show_bytes(free)} are free"
