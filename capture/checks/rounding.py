@@ -98,8 +98,8 @@ def moved_at_random(parameters: Mapping[str, Tensor], most: float) -> dict[str, 
 
 @contextmanager
 def moved_inside(module: nn.Module, most: float) -> Iterator[None]:
-    """Inside, parameters are `moved_at_random`; afterwards they are as before."""
-    parameters = dict(module.named_parameters())
+    """Inside, parameters that learn are `moved_at_random`; afterwards they are as before."""
+    parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
     kept = {name: each.data for name, each in parameters.items()}
     try:
         for name, moved in moved_at_random(kept, most).items():

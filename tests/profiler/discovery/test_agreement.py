@@ -35,6 +35,7 @@ FEWER = {
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)  # two profiles of two minutes each, on an idle machine
 def test_operators_of_gpt2_and_resnet50(tmp_path: Path) -> None:
     found = discover(list(_operators(tmp_path)), tmp_path)
     same, missing, further = 0, Counter[str](), Counter[str]()

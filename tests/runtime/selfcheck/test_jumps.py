@@ -103,10 +103,12 @@ def test_what_jumps(activation: nn.Module, jumps: bool) -> None:
 def test_parameters_are_as_before_afterwards(dtype: torch.dtype) -> None:
     model = nn.Linear(5, 3, dtype=dtype)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    model.counts = nn.Parameter(torch.arange(1_000_000, 1_000_009), requires_grad=False)
     with pytest.raises(RuntimeError, match="inside"), moved_inside(model, 1e-4):  # noqa: PT012
         for name, each in moved_at_random(before, 1e-4).items():
             assert torch.equal(model.get_parameter(name), each)
             assert not torch.equal(before[name], each)
             torch.testing.assert_close(before[name], each.detach(), rtol=1.5e-4, atol=0)
+        assert torch.equal(model.counts, torch.arange(1_000_000, 1_000_009))
         raise RuntimeError("inside")
     assert all(torch.equal(model.get_parameter(name), each) for name, each in before.items())
