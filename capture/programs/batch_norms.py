@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pipedream.capture.programs.description import read_arguments
+from pipedream.capture.programs.description import dtype_of, read_arguments
 from pipedream.graph.placements.operators import Input, Operator, TensorType
 from pipedream.sharding.rules import summed_types
 from pipedream.sharding.rules.normalizations import elements_of_a_channel
@@ -45,7 +45,7 @@ class DividedBatchNorm:
     def __init__(self, whole: Operator, local: Operator, add_up: AddUp) -> None:
         self.local, self.add_up = local, add_up
         self.count = elements_of_a_channel(whole)
-        self.dtype = _dtype(summed_types(whole)[0])
+        self.dtype = dtype_of(summed_types(whole)[0])
         self.updates = True
         self.__name__ = self.__qualname__ = "divided_batch_norm"
 
@@ -142,16 +142,12 @@ def _update(running: Tensor | None, new: Tensor, momentum: float) -> None:
 
 
 def _converted(result: Tensor | None, type_: TensorType | None) -> Tensor | None:
-    return None if result is None or type_ is None else result.to(_dtype(type_))
+    return None if result is None or type_ is None else result.to(dtype_of(type_))
 
 
 def _like(data: Tensor, type_: TensorType | None) -> Tensor | None:
     if type_ is None:
         return None
     if type_.shape == tuple(data.shape):
-        return torch.empty_like(data, dtype=_dtype(type_))
-    return data.new_empty(type_.shape, dtype=_dtype(type_))
-
-
-def _dtype(type_: TensorType) -> Any:
-    return getattr(torch, type_.dtype)
+        return torch.empty_like(data, dtype=dtype_of(type_))
+    return data.new_empty(type_.shape, dtype=dtype_of(type_))

@@ -72,6 +72,13 @@ def executable(described: Operator) -> torch._ops.OpOverload:
     return target
 
 
+def dtype_of(type_: TensorType) -> torch.dtype:
+    """Returns the type of its elements."""
+    dtype = getattr(torch, type_.dtype)
+    assert isinstance(dtype, torch.dtype), type_.dtype
+    return dtype
+
+
 def read_arguments(
     described: Operator, inputs: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

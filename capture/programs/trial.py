@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pipedream.capture.programs.description import execute
+from pipedream.capture.programs.description import dtype_of, execute
 from pipedream.graph.placements.operators import Operator, TensorType
 from pipedream.graph.placements.placement import Mesh, Partial, Placement, Replicate, Shard
 from pipedream.graph.placements.regions import split
@@ -129,7 +129,7 @@ class Trial:
         """Numbers of both signs, or from 0 to 1 with odd seeds; 0 or 1 for integers, which are
         valid indices.
         """
-        dtype: torch.dtype = getattr(torch, type_.dtype)
+        dtype = dtype_of(type_)
         if not (dtype.is_floating_point or dtype.is_complex):
             drawn = torch.randint(0, 2, type_.shape, generator=self.random)
             return drawn.to(dtype).to(self.device)
@@ -159,8 +159,7 @@ def _shapes_fit(operator: Operator) -> bool:
     it does not; one that knows no tensors without memory is to be tried.
     """
     inputs = [
-        torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta")
-        for each in operator.inputs
+        torch.empty(each.shape, dtype=dtype_of(each), device="meta") for each in operator.inputs
     ]
     try:
         with torch.no_grad():

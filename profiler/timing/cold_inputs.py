@@ -15,7 +15,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from pipedream.capture.programs.description import executable
+from pipedream.capture.programs.description import dtype_of, executable
 from pipedream.graph.placements.operators import Operator, TensorType
 from pipedream.profiler.timing.stopwatch import stopwatch
 
@@ -46,7 +46,7 @@ class ColdInputs:
         """Returns what the operator can be executed on once."""
         touched, needed = touched_by(operator), Counter[torch.dtype]()
         for type_ in operator.inputs:
-            if _is_drawn(dtype := _dtype(type_)):
+            if _is_drawn(dtype := dtype_of(type_)):
                 needed[dtype] += _aligned(type_)
         if self.touched + touched > self.watch.room or not self._have(needed):
             self.results.clear()
@@ -82,7 +82,7 @@ class ColdInputs:
                 self.drawn[dtype] = unit.repeat(math.ceil(size / _DRAWN))
 
     def _next(self, type_: TensorType) -> Tensor:
-        dtype = _dtype(type_)
+        dtype = dtype_of(type_)
         if not _is_drawn(dtype):
             return torch.zeros(type_.shape, dtype=dtype, device=self.device)
         begin = self.taken[dtype]
@@ -94,12 +94,6 @@ def touched_by(operator: Operator) -> int:
     """Returns the bytes of its inputs and outputs; at least one."""
     types = (*operator.inputs, *(type_ for type_ in operator.outputs if type_ is not None))
     return sum(math.prod(type_.shape) * type_.element_bytes for type_ in types) or 1
-
-
-def _dtype(type_: TensorType) -> torch.dtype:
-    dtype = getattr(torch, type_.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _is_drawn(dtype: torch.dtype) -> bool:
