@@ -12,25 +12,16 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
 from pipedream.graph.run_config import BY_GROUPS
-
-_INTERRUPTED = 3.0
-"""Passes longer than this multiple of the median are left out as interrupted."""
-
-_FEWEST_TO_DIVIDE = 4
-"""Of fewer passes nothing is said of how fast they vary."""
-
-_MEDIAN_TO_MEAN = math.sqrt(math.pi / 2)
-"""How much less a median is known than a mean, of a normal distribution."""
+from pipedream.graph.variation import PassVariation, in_all, slowest
 
 _MIDDLE_HALF = 0.6745
 """Half of a normal distribution lies within so many standard deviations."""
@@ -373,6 +364,8 @@ class Profile(ArtifactModel):
     """Bytes of gradients that are added to those of earlier minibatches of a round."""
     pass_seconds: tuple[_Positive, ...] = ()
     """What each repeat of a pass of the whole model took, forward and backward, in order."""
+    pass_seconds_beside: tuple[tuple[_Positive, ...], ...] = ()
+    """For each other worker, what a pass took it at the time of each of `pass_seconds`."""
     flops: _NonNegative | None = None
     """Of products, convolutions and attention in a forward and a backward pass; None without
     operators.json."""
@@ -385,6 +378,12 @@ class Profile(ArtifactModel):
     no_operators: str | None = None
     """Why there is no operators.json, so that the model cannot run on meshes; None if there is."""
     nodes: tuple[ProfiledNode, ...]
+
+    @model_validator(mode="after")
+    def _check_passes(self) -> Profile:
+        if any(len(other) != len(self.pass_seconds) for other in self.pass_seconds_beside):
+            raise ValueError("pass_seconds_beside: give each worker one for each of pass_seconds")
+        return self
 
     @cached_property
     def node(self) -> Mapping[str, ProfiledNode]:
@@ -505,6 +504,7 @@ class Profile(ArtifactModel):
                 for name, update in self.updates.items()
                 if update.in_place_bytes_per_second is not None
             },
+            0.0 if self.variation is None else self.variation.own,
         )
 
     @property
@@ -518,45 +518,9 @@ class Profile(ArtifactModel):
     @property
     def variation(self) -> PassVariation | None:
         """Returns how passes of the whole model vary; None if they were not timed."""
-        return PassVariation.of(self.pass_seconds) if self.pass_seconds else None
-
-
-@dataclass(frozen=True)
-class PassVariation:
-    """How passes that follow each other vary, divided in two.
-
-    `fast`: equally likely times of a pass as multiples of the median, of what changes from one pass
-    to the next: each worker has its own, so that others wait. Their mean is that of all passes.
-    `drift`: the relative standard deviation of what remains, and changes slowly: all workers of a
-    machine have it in common, so that nobody waits. `of_median`: that of the median of the passes.
-    """
-
-    fast: tuple[float, ...]
-    drift: float
-    of_median: float
-
-    @staticmethod
-    def of(seconds: Sequence[float]) -> PassVariation:
-        """Divides the variance of the logarithms as von Neumann did (The mean square successive
-        difference, 1941): neighbours differ by sqrt(2) of the fast deviation, and hardly by drift.
-
-        `seconds`: of one pass or more, in order; those that were interrupted are left out.
-        """
-        median = statistics.median(seconds)
-        kept = [each / median for each in seconds if each < _INTERRUPTED * median]
-        if len(kept) < _FEWEST_TO_DIVIDE:
-            return PassVariation(tuple(kept), 0.0, 0.0)
-        logs = [math.log(each) for each in kept]
-        steps = [(after - before) / math.sqrt(2) for before, after in pairwise(logs)]
-        fast = math.fsum(step**2 for step in steps) / len(steps)
-        slow = math.sqrt(max(0.0, statistics.variance(logs) - fast))
-        factors = [math.exp(step) for step in steps]
-        level = statistics.fmean(kept) / statistics.fmean(factors)
-        return PassVariation(
-            tuple(level * factor for factor in factors),
-            slow,
-            _MEDIAN_TO_MEAN * math.sqrt(fast / len(kept)),
-        )
+        if not self.pass_seconds:
+            return None
+        return PassVariation.of(self.pass_seconds, self.pass_seconds_beside)
 
 
 class Uncertainty(NamedTuple):
@@ -619,6 +583,7 @@ class TrainingOverheads:
     takes from the passes of a stage that reads data. `spread`: passes of the whole model as
     multiples of their median, as `PassVariation.fast`. `gradient_sum_rate`: bytes of gradients per
     second that are added to those of earlier minibatches of a round. `uncertainty`: of all times.
+    `own_drift`: as `PassVariation.own`.
     """
 
     update_rates: Mapping[str, float]
@@ -629,6 +594,16 @@ class TrainingOverheads:
     gradient_sum_rate: float = math.inf
     uncertainty: Uncertainty = field(default_factory=Uncertainty)
     in_place_rates: Mapping[str, float] = field(default_factory=dict)
+    own_drift: float = 0.0
+
+    @cached_property
+    def in_all(self) -> tuple[float, ...]:
+        """Returns equally likely times of a pass of a worker, as multiples of the median."""
+        return in_all(self.spread, self.own_drift)
+
+    def slowest(self, devices: int) -> float:
+        """Returns how many times as long as one device the slowest of several takes."""
+        return slowest(self.in_all, devices)
 
     def of_stage(self, stage: int, stages: int) -> tuple[float, float]:
         """Returns the seconds of a stage's forward and backward pass beyond those of its nodes.

@@ -89,7 +89,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All measurements of a model. `estimated`: on which figures, if nothing was measured."""
+    """All measurements of a model. `estimated`: on which figures, if nothing was measured.
+    `beside`: what passes took other workers, as `Contention.beside`.
+    """
 
     captured: Captured
     machine: Machine
@@ -101,6 +103,7 @@ class Measurements:
     reading: float | None = None
     flops: float | None = None
     estimated: Estimated | None = None
+    beside: tuple[tuple[float, ...], ...] = ()
 
 
 def timed_graph(captured: Captured, times: Times) -> Graph:
@@ -134,7 +137,8 @@ def profile_of(measured: Measurements, graph: Graph, settings: Settings) -> Prof
         not_compiled=times.refused,
         warmup=times.warmup,
         repeats=times.repeats,
-        pass_seconds=tuple(times.pass_seconds),
+        pass_seconds=tuple(each.seconds for each in times.passes),
+        pass_seconds_beside=measured.beside,
         flops=measured.flops,
         reading_seconds=measured.reading,
         machine=measured.machine,

@@ -89,6 +89,7 @@ def measure(
             keep_freed_memory()
             with contention(settings.workers - 1) as others:
                 times = _time(captured, inputs, loaded, kept, settings, progress)
+                beside = others.beside(times.passes)
                 if not loaded.recorded:  # what is recorded are programs
                     kept = _as_compiled(kept, times.saved_parts)
                 splits = backward_splits(captured, inputs, rule, settings.device, settings.meta)
@@ -107,7 +108,9 @@ def measure(
         raise _cannot_run(settings.model, error, loaded) from error
     machine = machine_of(settings)
     flops = None if isinstance(found, CannotDivide) else flops_of(found.graph)
-    measured = Measurements(captured, machine, times, kept, splits, updated, summed, read, flops)
+    measured = Measurements(
+        *(captured, machine, times, kept, splits, updated, summed, read, flops), beside=beside
+    )
     profile = profile_of(measured, graph, settings).model_copy(update={"process": process})
     if isinstance(found, CannotDivide):
         profile = profile.model_copy(update={"no_operators": str(found)})

@@ -104,7 +104,7 @@ def describe_operator(
         target=str(target),
         arguments=arguments,
         keywords=keywords,
-        inputs=tuple(map(_type, sources)),
+        inputs=tuple(map(_type_in_memory, sources)),
         outputs=tuple(_type(x) if isinstance(x, Tensor) else None for x in outputs),
         writes=tuple(_writes(target._schema, arguments)),
     )
@@ -144,6 +144,26 @@ def _type(source: fx.Node | Tensor) -> TensorType:
         dtype=str(tensor.dtype).removeprefix("torch."),
         element_bytes=tensor.element_size(),
     )
+
+
+def _type_in_memory(source: fx.Node | Tensor) -> TensorType:
+    """Returns its type, and how it lies in memory."""
+    tensor = source.meta["val"] if isinstance(source, fx.Node) else source
+    return _type(source).model_copy(update={"order": _order(tensor)})
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """Returns the dimensions by their strides; nothing of one that lies there as it is counted, or
+    is repeated, and must be laid out before it is read.
+    """
+    if tensor.layout != torch.strided:
+        return ()
+    strides = tensor.stride()
+    long = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    by_stride = sorted(long, key=lambda dim: -strides[dim])
+    if by_stride == long or any(strides[dim] == 0 for dim in long):
+        return ()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def _plain(argument: Any, sources: list[Any]) -> Argument:

@@ -16,7 +16,14 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, read_artifact
@@ -30,6 +37,17 @@ class TensorType(ArtifactModel):
     dtype: str
     """As torch calls it: float32."""
     element_bytes: PositiveInt
+    order: tuple[NonNegativeInt, ...] = ()
+    """Its dimensions as they lie in memory, the outermost first; empty as they are counted. Known
+    of what an operator reads: a product with a transposed matrix takes another time.
+    """
+
+    @field_validator("order")
+    @classmethod
+    def _check_order(cls, order: tuple[int, ...], fields: ValidationInfo) -> tuple[int, ...]:
+        if order and sorted(order) != list(range(len(fields.data.get("shape", ())))):
+            raise ValueError(f"{list(order)}: write each dimension of the shape once")
+        return order
 
     @property
     def bytes(self) -> int:

@@ -152,7 +152,7 @@ def make_outcome(
     plan = with_figures(
         draft,
         seconds_per_minibatch=seconds,
-        expected_seconds_per_minibatch=in_a_run(times, replicas, request.spread),
+        expected_seconds_per_minibatch=in_a_run(times, replicas, request.spread_in_all),
         lower_bound_seconds=min(bound, seconds),
         one_worker_seconds=_one_worker(cuts, types),
         data_parallel_seconds=data_parallel_time(

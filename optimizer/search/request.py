@@ -201,9 +201,28 @@ class Request:
 
     @property
     def spread(self) -> Sequence[float]:
-        """How much passes vary, as multiples of their median; empty if not counted."""
+        """How much passes vary from one to the next, as multiples of their median; empty if not
+        counted.
+        """
         overheads = self._counted_overheads
         return () if overheads is None else overheads.spread
+
+    @property
+    def own_drift(self) -> float:
+        """How much each worker's passes drift by themselves, as `PassVariation.own`."""
+        overheads = self._counted_overheads
+        return 0.0 if overheads is None else overheads.own_drift
+
+    @property
+    def spread_in_all(self) -> Sequence[float]:
+        """As `spread`, with the drift."""
+        overheads = self._counted_overheads
+        return () if overheads is None else overheads.in_all
+
+    def slowest(self, devices: int) -> float:
+        """How many times as long as one device the slowest of several takes for a pass."""
+        overheads = self._counted_overheads
+        return 1.0 if overheads is None else overheads.slowest(devices)
 
     @property
     def uncertainty(self) -> Uncertainty:

@@ -46,6 +46,8 @@ class ModelSharding:
     found: Sharding | None = None
     minibatches: float = 1.0
     """Of an update, on one worker."""
+    slowest: float = 1.0
+    """How many times as long as one device the slowest of a mesh takes, for which others wait."""
 
     @staticmethod
     def of(
@@ -56,6 +58,7 @@ class ModelSharding:
         method: IntraOp = "propagate",
         accounting: Accounting = _PLAIN,
         kept: Mapping[str, float] | None = None,
+        slowest: float = 1.0,
     ) -> ModelSharding:
         """`shards`: as typed, `PATTERN=PLACEMENTS`; `kept`: as in `StageProblem`. Raises UserError,
         also if nothing is divided.
@@ -81,7 +84,8 @@ class ModelSharding:
                 f"--mesh: the model does not fit {devices} devices of a team each, however it is"
                 " divided: give more --memory, or a larger --mesh"
             )
-        sharding = ModelSharding(cluster, profile, found.assignment, found, accounting.minibatches)
+        often = accounting.minibatches
+        sharding = ModelSharding(cluster, profile, found.assignment, found, often, slowest)
         if devices > 1 and not any(map(sharding.divides, profile.graph.calls)):
             raise UserError(_nothing_divided(profile, mesh, method))
         return sharding

@@ -64,11 +64,13 @@ ASSUMED = tuple(1 + 0.01 * k for k in (-2, -1, -1, 0, 0, 0, 1, 1, 2))
 class Noise:
     """How passes vary from one to the next, at random and the same for a `seed`.
 
-    `spread`: equally likely times of a pass, as multiples of its median.
+    `spread`: equally likely times of a pass, as multiples of its median. `levels`: by rank, in the
+    order of the plan's stages, how many times as long all its passes take; none for once.
     """
 
     spread: Sequence[float]
     seed: int
+    levels: Sequence[float] = ()
 
 
 def simulate_plan(
@@ -222,6 +224,8 @@ def play_program(
     if noise is not None:
         chance = np.random.default_rng(noise.seed)
         seconds = seconds * chance.choice(np.array(noise.spread), len(seconds))
+        if noise.levels:
+            seconds = seconds * np.repeat(noise.levels, np.diff(program.begin))
     acting = Ranks(program.begin, program.op, program.subject, seconds)
     return play(acting, items, sums, streams, LOOK_AHEAD)
 

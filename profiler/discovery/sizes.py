@@ -73,7 +73,8 @@ def _from_others(size: int, known: Mapping[int, int], products: tuple[float, flo
 
 
 def _small_type(type_: TensorType, known: Mapping[int, int]) -> TensorType:
-    return type_.model_copy(update={"shape": tuple(known[size] for size in type_.shape)})
+    shape = tuple(known[size] for size in type_.shape)
+    return type_.model_copy(update={"shape": shape, "order": ()})
 
 
 def _with_sizes(argument: Argument, known: Mapping[int, int]) -> Argument:

@@ -40,6 +40,7 @@ from pipedream.profiler.stretches.timed_stretch import (
     taking,
     wrong_gradient,
 )
+from pipedream.profiler.timing.contention import TimedPass
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import stopwatch
@@ -131,6 +132,7 @@ class _Bench:
             captured, self.nodes, lambda parameter: parameter.requires_grad
         )
         self.turns: list[BothPasses] = []
+        self.passes: list[TimedPass] = []
         self.recomputed: list[NodeSeconds] = []
         self.divisions: dict[Way, list[Division]] = {}
         self.compiled_in: dict[Way, float] = {None: 0.0}
@@ -229,6 +231,8 @@ class _Bench:
         turn = self.whole.run(self.inputs, self.loss)
         both = self._by_node(turn)
         self.turns.append(both)
+        seconds = turn.forward.seconds + turn.backward.seconds
+        self.passes.append(TimedPass.ended(time.monotonic(), seconds))
         if number % _RECOMPUTED == 0:
             with torch.no_grad():
                 recomputed = self.whole.run(self.inputs, self.loss)
@@ -236,7 +240,7 @@ class _Bench:
         division = self.every[number % len(self.every)]
         for timed, alone in run(division, self.inputs, self.loss):
             timed.alone.append((number, alone.forward.seconds, alone.backward.seconds))
-        return turn.forward.seconds + turn.backward.seconds
+        return seconds
 
     def _saved_parts(self) -> dict[str, float]:
         """Returns by node what is saved, in parts of what it is eagerly; empty if not compiled."""
@@ -307,7 +311,7 @@ class _Bench:
             [each.profiled(*own) for each, own in zip(measured, compared, strict=True)],
             forward,
             backward,
-            repeats.noted,
+            self.passes[: len(repeats.noted)],
             self._saved_parts(),
             self.way,
             self.compared,

@@ -82,12 +82,15 @@ class ColdInputs:
                 self.drawn[dtype] = unit.repeat(math.ceil(size / _DRAWN))
 
     def _next(self, type_: TensorType) -> Tensor:
-        dtype = dtype_of(type_)
-        if not _is_drawn(dtype):
-            return torch.zeros(type_.shape, dtype=dtype, device=self.device)
-        begin = self.taken[dtype]
-        self.taken[dtype] += _aligned(type_)
-        return self.drawn[dtype][begin : begin + math.prod(type_.shape)].view(type_.shape)
+        dtype, order = dtype_of(type_), type_.order or range(len(type_.shape))
+        shape = [type_.shape[dim] for dim in order]
+        if _is_drawn(dtype):
+            begin = self.taken[dtype]
+            self.taken[dtype] += _aligned(type_)
+            laid = self.drawn[dtype][begin : begin + math.prod(shape)].view(shape)
+        else:
+            laid = torch.zeros(shape, dtype=dtype, device=self.device)
+        return laid.permute([*map(list(order).index, range(len(shape)))])
 
 
 def touched_by(operator: Operator) -> int:

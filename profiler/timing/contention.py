@@ -7,20 +7,43 @@ devices of a mesh are at the same one, so that two which stream through memory h
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import TypeAdapter
 
 from pipedream.graph.errors import UserError
 
 _CONTENDING = "PIPEDREAM_CONTENDING"
 """Environment variable of a contending process."""
-_PASSES = "passes"
-"""What is told in place of a task: to go on with passes."""
+_PASSES, _TIMES = "passes", "times"
+"""What is told in place of a task: to go on with passes, and to say what they took."""
+
+
+class TimedPass(NamedTuple):
+    """When a pass was half done, by the clock that all processes of a machine share, and seconds
+    that it took.
+    """
+
+    middle: float
+    seconds: float
+
+    @staticmethod
+    def ended(end: float, seconds: float) -> TimedPass:
+        """Returns the pass that ended then."""
+        return TimedPass(end - seconds / 2, seconds)
+
+
+_PASSES_TOLD = TypeAdapter(list[TimedPass])
 
 
 @dataclass(frozen=True)
@@ -44,6 +67,13 @@ class Contention:
         self._tell(_PASSES)
         for process in self.processes:
             _wait(process)
+
+    def beside(self, passes: Sequence[TimedPass]) -> tuple[tuple[float, ...], ...]:
+        """Returns for each of the processes what a pass took it at the time of each of these."""
+        self._tell(_TIMES)
+        told = [_PASSES_TOLD.validate_json(_wait(process)) for process in self.processes]
+        middles = [each.middle for each in passes]
+        return tuple(_at(middles, other) for other in told if other)
 
     def _tell(self, line: str) -> None:
         for process in self.processes:
@@ -82,13 +112,21 @@ def contention(count: int) -> Iterator[Contention]:
             process.wait()
 
 
-def _wait(process: subprocess.Popen[str]) -> None:
+def _wait(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
-    if not process.stdout.readline():
+    line = process.stdout.readline()
+    if not line:
         raise UserError(
             "--workers: one of the other processes could not run the model: there may be"
             " too little memory; give fewer"
         )
+    return line
+
+
+def _at(moments: Sequence[float], passes: Sequence[TimedPass]) -> tuple[float, ...]:
+    """Returns what a pass took at these moments, interpolated."""
+    middles, seconds = np.array(passes).T
+    return tuple(np.interp(moments, middles, seconds).tolist())
 
 
 def is_contending_process() -> bool:
@@ -97,21 +135,27 @@ def is_contending_process() -> bool:
 
 
 def contend(work: Callable[[], object], made_ready: Callable[[str], Callable[[], object]]) -> None:
-    """Repeats `work` until the other process gives a task; then does the tasks that it gives, as
-    often as it says, until it has no more; and so on until it is gone. `made_ready`: returns what
-    does a task once.
+    """Repeats `work`, and notes what it takes, until the other process gives a task; then does the
+    tasks that it gives, as often as it says, until it has no more; and so on until it is gone.
+    `made_ready`: returns what does a task once.
     """
     work()
     _answer()
     do: Callable[[], object] | None = None
+    passes: list[TimedPass] = []
     while True:
         while do is None and not select.select([sys.stdin], [], [], 0)[0]:
-            work()  # nothing is told and not read yet: an answer was waited for
+            begun = time.monotonic()  # nothing is told and not read yet: an answer was waited for
+            work()
+            end = time.monotonic()
+            passes.append(TimedPass.ended(end, end - begun))
         line = sys.stdin.readline()
         if not line:
             return
         task = line.strip()
-        if task:
+        if task == _TIMES:
+            print(json.dumps(passes), flush=True)
+        elif task:
             do = None if task == _PASSES else made_ready(task)
             _answer()
         else:

@@ -12,6 +12,7 @@ from pipedream.graph.profile import (
     ProfiledStretch,
     Quartiles,
 )
+from pipedream.profiler.timing.contention import TimedPass
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Timing:
 class Times:
     """Timings of all nodes, and of the loss if there is one, with the factors of the fits applied.
 
-    `warmup`, `repeats`: numbers of passes. `pass_seconds`: each repeat of the whole model. Without
+    `warmup`, `repeats`: numbers of passes. `passes`: each repeat of the whole model. Without
     `stretches` and their fits, nodes were timed one by one. `saved_parts`: by node what is saved
     for its backward pass once it is compiled, in parts of what it saves eagerly; else empty.
     `backend`: torch.compile's that stages were measured with; `compared`: with the other ways,
@@ -57,7 +58,7 @@ class Times:
     stretches: Sequence[ProfiledStretch] = ()
     forward: DirectionFit | None = None
     backward: DirectionFit | None = None
-    pass_seconds: Sequence[float] = ()
+    passes: Sequence[TimedPass] = ()
     saved_parts: Mapping[str, float] = field(default_factory=dict)
     backend: str | None = None
     compared: Sequence[CompiledWay] = ()

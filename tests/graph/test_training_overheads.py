@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from profiled import profile, profile_of
 
@@ -12,7 +11,6 @@ from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import (
     DirectionFit,
     Estimated,
-    PassVariation,
     ProfiledUpdate,
     TrainingOverheads,
     Uncertainty,
@@ -58,30 +56,6 @@ def test_few_passes_vary_as_they_do_but_for_one_that_was_stopped_meanwhile() -> 
     assert overheads.uncertainty == Uncertainty()
 
 
-def passes(fast: float, slow: float, count: int = 4_000) -> tuple[float, ...]:
-    """Seconds of passes whose logarithms vary by `fast` each, and by `slow` every 200."""
-    draw = np.random.default_rng(0)
-    drift = np.repeat(draw.normal(0, slow, count // 200), 200)
-    drift *= slow / drift.std() if slow else 0
-    return tuple(np.exp(draw.normal(0, fast, count) + drift).tolist())
-
-
-@pytest.mark.parametrize(("fast", "slow"), [(0.05, 0.0), (0.05, 0.1), (0.01, 0.1)])
-def test_what_changes_from_pass_to_pass_is_told_from_what_drifts(fast: float, slow: float) -> None:
-    seconds = passes(fast, slow)
-    variation = PassVariation.of(seconds)
-    assert np.std(np.log(variation.fast)) == pytest.approx(fast, rel=0.15)
-    assert variation.drift == pytest.approx(slow, rel=0.1, abs=0.015)
-    assert np.mean(variation.fast) == pytest.approx(np.mean(seconds) / np.median(seconds))
-    assert variation.of_median == pytest.approx(1.2533 * fast / 4_000**0.5, rel=0.15)
-
-
-def test_passes_that_only_get_slower_make_nobody_wait() -> None:
-    variation = PassVariation.of([1.0 + 0.001 * number for number in range(100)])
-    assert max(variation.fast) / min(variation.fast) < 1.001
-    assert variation.drift == pytest.approx(0.028, rel=0.05)
-
-
 def test_what_is_estimated_is_as_sure_as_such_estimates() -> None:
     known = Estimated(device="h100", error=0.06745, worst=0.2, peak=1e15)
     assert profile(estimated=known).training_overheads.uncertainty.estimated == pytest.approx(0.1)
@@ -97,12 +71,13 @@ def test_an_older_profile_says_nothing() -> None:
     ("text", "field"),
     [
         ('"pass_seconds": [0.0]', "pass_seconds.0"),
+        ('"pass_seconds": [1.0, 2.0]', "pass_seconds_beside: give each worker one for each"),
         ('"updates": {"adam": {"bytes_per_second": 0}}', "updates.adam.bytes_per_second"),
     ],
 )
 def test_what_is_no_time_or_rate_is_refused(tmp_path: Path, text: str, field: str) -> None:
     path = tmp_path / "profile.json"
-    write_profile(profile(), path)
+    write_profile(profile(pass_seconds_beside=((),)), path)
     before = '"pass_seconds": []' if "pass" in field else '"updates": {}'
     path.write_text(path.read_text().replace(before, text))
     with pytest.raises(UserError, match=field):

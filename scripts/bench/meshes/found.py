@@ -13,7 +13,9 @@ processes have at once may change by half within a minute, on a virtual machine 
 moved: now two of them share the way to memory, now each has its own. Where weights are large, time
 follows it. So cores are kept `awake`, by which they are moved less, and what is said of a plan is
 the median of its turns; the last column has the bandwidth, in GB/s for each process, before and
-after the profile and after both runs.
+after the profile and after both runs. `slower` is by how much the cores themselves were slower
+during the run than during the profile (`pace.py`), in percent, and `at its pace` how much longer
+the updates took than that explains.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from awake import awake
 from efficiency import call
 from gain import launcher, measure_network, optimizer, program, stages
+from pace import Pace, pace
 from streaming import streaming
 
 from pipedream.graph.plan import Plan, read_plan
@@ -107,18 +112,20 @@ CASES: dict[str, dict[str, Any]] = {
 def main(out: Path, models: tuple[str, ...], turns: int, processes: int, part: float) -> None:
     os.environ |= {"PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1"}
     table = []
-    with awake():
+    with awake(), pace(out) as watched:
         for name in models or CASES:
             prepare(out / name, CASES[name], processes, part)
             for turn in range(turns):
-                row = taken(out / name, processes, part)
+                row = taken(out / name, processes, part, watched)
                 table.append({"model": name, "turn": turn, **row})
                 print(*table[-1].values(), sep=" | ", flush=True)
     frame = pd.DataFrame(table)
-    plans = frame.groupby("model", sort=False)[["of auto", "gain"]].median()
+    kinds = ["of auto", "at its pace"]
+    plans = frame.groupby("model", sort=False)[[*kinds, "gain"]].median()
     print(f"\n{frame.to_string(index=False)}\n\nMedians of turns:\n{plans.to_string()}")
-    for which, errors in ("Plans", plans["of auto"].abs()), ("Runs", frame["of auto"].abs()):
-        print(f"{which} of auto: median {errors.median():.1f} %, worst {errors.max():.1f} %")
+    for (which, known), kind in product([("Plans", plans), ("Runs", frame)], kinds):
+        errors = known[kind].abs()
+        print(f"{which}, {kind}: median {errors.median():.1f} %, worst {errors.max():.1f} %")
 
 
 def prepare(folder: Path, case: dict[str, Any], processes: int, part: float) -> None:
@@ -174,11 +181,12 @@ def profile(folder: Path, processes: int, part: float) -> None:
     assert {each.wait() for each in running} == {0}
 
 
-def taken(folder: Path, processes: int, part: float) -> dict[str, Any]:
+def taken(folder: Path, processes: int, part: float, watched: Pace) -> dict[str, Any]:
     """One turn: what both plans take, what of that was not expected, in percent, and the gain."""
     row: dict[str, Any] = {}
-    memory = [streaming(processes)]
+    memory, begun = [streaming(processes)], time.monotonic()
     profile(folder, processes, part)
+    in_profile = watched.seconds(begun, time.monotonic())
     memory.append(streaming(processes))
     seconds = {}
     for method in ("none", "auto"):
@@ -189,13 +197,17 @@ def taken(folder: Path, processes: int, part: float) -> dict[str, Any]:
         train = [program("pd-train"), *words, "--no-evaluate"]
         if part < 1:
             train = [*launcher(plan.workers), *limited(part), *train]
+        begun = time.monotonic()
         subprocess.run(list(map(str, train)), check=True, stdout=subprocess.DEVNULL)
+        slower = watched.seconds(begun, time.monotonic()) / in_profile
         memory.append(streaming(processes))
         seconds[method] = seconds_of(run)
         expected = plan.predicted.seconds_in_a_run
         row[method] = f"{seconds[method] * 1e3:.1f} ms"
         row[f"of {method}"] = round(100 * (seconds[method] / expected - 1), 1)
         row[f"{method} is"] = stages(plan)
+    row["slower"] = round(100 * (slower - 1), 1)
+    row["at its pace"] = round(100 * (seconds[method] / expected / slower - 1), 1)
     row["gain"] = round(seconds["none"] / seconds["auto"], 3)
     row["memory"] = " ".join(f"{each / 1e9:.1f}" for each in memory)
     return row

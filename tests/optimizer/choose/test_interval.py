@@ -66,6 +66,23 @@ def test_drift_makes_nobody_wait(make_graph) -> None:
     assert varying[1] > still[1]
 
 
+def test_drift_that_each_worker_has_by_itself_makes_others_wait(make_graph) -> None:
+    """E[max] of two is sigma / sqrt(pi) above the mean, of three 0.846 sigma. In a pipeline of equal
+    stages the slowest sets the pace; replicas wait for it at each update.
+    """
+    graph = make_graph("a b c", "a-b b-c", **dict.fromkeys("abc", (100, 1e3, 1e3)))
+
+    def said(own: float, devices: int) -> float:
+        cluster = Cluster(machines=(devices,), bandwidth=(1e12,))
+        request = Request(graph, cluster, NetworkCost())
+        known = TrainingOverheads({}, spread=(1.0,), own_drift=own)
+        return choose(replace(request, overheads=known)).plan.predicted.seconds_in_a_run
+
+    assert said(0.1, 1) == pytest.approx(said(0.0, 1), rel=0.01)
+    slower = said(0.1, 3) / said(0.0, 3)
+    assert slower == pytest.approx(1.085, abs=0.01)
+
+
 def test_what_workers_do_adds_up_to_the_expected_time(make_graph) -> None:
     graph = make_graph("a b", "a-b", a=(100, 1e3, 1e3), b=(50, 1e3, 1e3))
     request = Request(graph, Cluster(machines=(2,), bandwidth=(1e9,)), NetworkCost())

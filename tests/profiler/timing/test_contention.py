@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from pipedream.graph.placements.operators import Input, Operator, TensorType
 from pipedream.profiler.timing import operator_times
-from pipedream.profiler.timing.contention import Contention, contend
+from pipedream.profiler.timing.contention import Contention, TimedPass, contend
 from pipedream.profiler.timing.operator_times import tasks_on, time_alone
 
 CPU = torch.device("cpu")
@@ -36,6 +38,34 @@ def test_a_process_does_passes_until_it_is_told_tasks_and_ends_with_the_other(
         contend(passes, lambda task: lambda: done.append(task))
     assert done == [*["passes"] * 3, "one", "one", "other", "passes", "passes", "one"]
     assert capsys.readouterr().out == "ready\n" * 5
+
+
+def test_a_process_tells_what_its_passes_took_in_the_meantime(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, tell = os.pipe()
+    clock = iter([10.0, 12.0, 12.0, 16.0])
+    done: list[str] = []
+
+    def passes() -> None:
+        done.append("passes")
+        if len(done) == 3:
+            os.write(tell, b"times\n")
+            os.close(tell)
+
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with os.fdopen(told) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        contend(passes, lambda task: print)
+    ready, answer = capsys.readouterr().out.splitlines()
+    assert (ready, answer) == ("ready", "[[11.0, 2.0], [14.0, 4.0]]")
+
+    script = f"input(); print({answer!r})"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as other:
+        own = [TimedPass(middle, 1.0) for middle in (9.0, 11.0, 12.5, 20.0)]
+        assert Contention([other]).beside(own) == ((2.0, 2.0, 3.0, 4.0),)
+    assert Contention().beside(own) == ()
 
 
 @dataclass(frozen=True)
