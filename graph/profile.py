@@ -21,7 +21,7 @@ from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
 from pipedream.graph.run_config import BY_GROUPS
-from pipedream.graph.variation import PassVariation, in_all, slowest
+from pipedream.graph.variation import PassVariation, in_all
 
 _MIDDLE_HALF = 0.6745
 """Half of a normal distribution lies within so many standard deviations."""
@@ -600,10 +600,6 @@ class TrainingOverheads:
     def in_all(self) -> tuple[float, ...]:
         """Returns equally likely times of a pass of a worker, as multiples of the median."""
         return in_all(self.spread, self.own_drift)
-
-    def slowest(self, devices: int) -> float:
-        """Returns how many times as long as one device the slowest of several takes."""
-        return slowest(self.in_all, devices)
 
     def of_stage(self, stage: int, stages: int) -> tuple[float, float]:
         """Returns the seconds of a stage's forward and backward pass beyond those of its nodes.

@@ -1,4 +1,4 @@
-"""How passes vary, of one worker and between several, and what the slowest of them takes."""
+"""How passes vary, of one worker and between several."""
 
 from __future__ import annotations
 
@@ -104,17 +104,3 @@ def in_all(spread: Sequence[float], own: float) -> tuple[float, ...]:
     if not own:
         return tuple(spread)
     return tuple(time * level for time in spread for level in levels(own))
-
-
-def slowest(times: Sequence[float], workers: int) -> float:
-    """Returns how many times the mean the slowest of some workers takes, each with its own of
-    equally likely times.
-
-    Of N times in ascending order x_k, E[max] = sum_k x_k ((k / N)^n - ((k - 1) / N)^n).
-    """
-    if not times or workers == 1:
-        return 1.0
-    number = len(times)
-    bounds = [(k / number) ** workers for k in range(number + 1)]
-    pairs = zip(sorted(times), pairwise(bounds), strict=True)
-    return math.fsum(x * (after - before) for x, (before, after) in pairs) / statistics.fmean(times)

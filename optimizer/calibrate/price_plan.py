@@ -79,9 +79,8 @@ def price_plan(plan: Plan, request: Request) -> Price:
     limits = stage_times(plan, request)
     times = [seconds for seconds, _ in limits]
     whole = batch and Latency(batch).seconds(sum(times), max(times))
-    return Price(
-        max(times), simulated, whole, in_a_run(limits, plan.replicas, request.spread_in_all)
-    )
+    slowest = in_a_run(limits, request.all_devices(plan.replicas), request.spread_in_all)
+    return Price(max(times), simulated, whole, slowest)
 
 
 def stage_times(plan: Plan, request: Request) -> list[tuple[float, str]]:

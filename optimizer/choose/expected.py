@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -11,12 +11,15 @@ import numpy as np
 from pipedream.graph.plan import DraftPlan, StageSeconds
 from pipedream.graph.variation import levels
 from pipedream.optimizer.choose.interval import interval
+from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import ASSUMED, Noise
 
 _PLAYS, _PLAYS_OF_DRIFT = 5, 12
 """Where all workers drift alike, and where each has its own. One of many devices says as much."""
+_ORDERS = 64
+"""Of levels over plays that are tried."""
 
 
 class Expected(NamedTuple):
@@ -39,10 +42,10 @@ class Expected(NamedTuple):
 
 def expected(plan: DraftPlan, request: Request) -> Expected | None:
     """None if the plan takes long to simulate."""
-    spread, own = request.spread or ASSUMED, request.own_drift
+    spread = request.spread or ASSUMED
     alike = request.simulate(plan, noise=Noise([fmean(spread)], 0))
-    count = 1 if request.has_many_devices else _PLAYS_OF_DRIFT if own else _PLAYS
-    drift = _levels(own, count, len({rank for stage in plan.stages for rank in stage.ranks}))
+    count = _PLAYS_OF_DRIFT if request.own_drift else _PLAYS
+    drift = _levels(plan, request, 1 if request.has_many_devices else count)
     tried = (request.simulate(plan, noise=Noise(spread, *each)) for each in enumerate(drift))
     plays = [played for played in tried if played is not None]
     if alike is None or not plays:
@@ -53,17 +56,35 @@ def expected(plan: DraftPlan, request: Request) -> Expected | None:
     return Expected(seconds, within, _mean([played.stages for played in plays]))
 
 
-def _levels(own: float, plays: int, ranks: int) -> list[tuple[float, ...]]:
-    """Returns for each play how slow each rank is: over the plays of a rank all levels come in
-    another order (latin hypercube sampling, McKay et al., 1979); over the ranks, of one play.
+def _levels(
+    plan: DraftPlan, request: Request, plays: int
+) -> Iterator[dict[int, tuple[float, ...]]]:
+    """Yields for each play, by rank, how slow each of its devices is: over the plays of a device
+    all levels come in another order (latin hypercube sampling, McKay et al., 1979), of several ways
+    the one in which no two devices go together; over the devices, of a single play.
     """
-    if not own:
-        return [()] * plays
-    chance = np.random.default_rng(0)
-    if plays == 1:
-        return [tuple(chance.permutation(levels(own, ranks)))]
-    of_ranks = [chance.permutation(levels(own, plays)) for _ in range(ranks)]
-    return list(zip(*of_ranks, strict=True))
+    teams = dict[int, int]()
+    for stage, devices in zip(plan.stages, request.devices_of(len(plan.stages)), strict=True):
+        teams |= dict.fromkeys(stage.ranks, devices)
+    own, total, chance = request.own_drift, sum(teams.values()), np.random.default_rng(0)
+
+    def drawn() -> Floats:
+        if plays == 1:
+            return chance.permutation(levels(own, total))[:, None]
+        return np.array([chance.permutation(levels(own, plays)) for _ in range(total)])
+
+    of_devices = min((drawn() for _ in range(_ORDERS if own else 1)), key=_alike)
+    ends = np.cumsum([*teams.values()])[:-1]
+    for play in of_devices.T:
+        own_levels = map(tuple, np.split(play, ends))
+        yield dict(zip(teams, own_levels, strict=True))
+
+
+def _alike(of_devices: Floats) -> float:
+    """How much the levels of any two devices go together."""
+    apart = of_devices - of_devices.mean(axis=1, keepdims=True)
+    together = apart @ apart.T
+    return float(np.abs(together - np.diag(together.diagonal())).max())
 
 
 def _mean(plays: Sequence[Sequence[StageSeconds]]) -> tuple[StageSeconds, ...]:

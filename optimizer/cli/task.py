@@ -9,7 +9,7 @@ from pipedream.graph.choices import IntraOp
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.placements.operators import OperatorProfile
-from pipedream.graph.placements.placement import Mesh, device_count
+from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.profile import Profile, TrainingOverheads
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.cli.asked.corrections import corrections_of
@@ -116,7 +116,7 @@ class Task:
         kept = {} if footprints is None else kept_bytes(self.operators, footprints)
         sharding = ModelSharding.of(
             *(mesh, shards, self.operators, request.cluster, method),
-            *(accounting(request, mesh), kept, request.slowest(device_count(mesh))),
+            *(accounting(request, mesh), kept),
         )
         teams = of_teams(request, self.profile, sharding)
         return replace(self, request=teams, sharding=sharding, undivided=request)

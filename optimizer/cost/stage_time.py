@@ -67,16 +67,17 @@ def data_parallel_time(cost: Replication, machines: Sequence[int]) -> float:
 
 
 def in_a_run(
-    times: Sequence[tuple[float, str]], replicas: Sequence[int], spread: Sequence[float]
+    times: Sequence[tuple[float, str]], devices: Sequence[int], spread: Sequence[float]
 ) -> float | None:
-    """Expected seconds per minibatch of stages, given as (median seconds, what limits them).
+    """Expected seconds per minibatch of stages, given as (median seconds, what limits them), and
+    how many devices each has.
 
     None if `spread` is empty. Times that are limited by messages are assumed not to vary.
     """
     if not spread:
         return None
     seconds, limits = zip(*times, strict=True)
-    workers = [0 if w == "boundary" else count for w, count in zip(limits, replicas, strict=True)]
+    workers = [0 if w == "boundary" else count for w, count in zip(limits, devices, strict=True)]
     return expected_slowest(seconds, workers, spread)
 
 

@@ -147,12 +147,12 @@ def make_outcome(
         for stage, worker in zip(solution.stages, workers, strict=True)
     ]
     seconds = max(seconds for seconds, _ in times)
-    replicas = [stage.replicas for stage in placed]
+    varying = request.all_devices([stage.replicas for stage in placed])
     draft = unpriced_plan(cuts, request, placed, workers, update_size(request, placed))
     plan = with_figures(
         draft,
         seconds_per_minibatch=seconds,
-        expected_seconds_per_minibatch=in_a_run(times, replicas, request.spread_in_all),
+        expected_seconds_per_minibatch=in_a_run(times, varying, request.spread_in_all),
         lower_bound_seconds=min(bound, seconds),
         one_worker_seconds=_one_worker(cuts, types),
         data_parallel_seconds=data_parallel_time(

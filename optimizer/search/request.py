@@ -119,6 +119,7 @@ class Request:
     - `groups`: of nodes, that no plan cuts;
     - `hurried`: teams of many devices, which are searched as quickly as these;
     - `programs`: stages run as programs, as on meshes;
+    - `devices`: of the workers of each stage, or of all stages if that is one number; none for one;
     - `views`: what has been worked out of graphs, which requests made by `replace` share.
     """
 
@@ -150,6 +151,7 @@ class Request:
     groups: tuple[tuple[str, ...], ...] = ()
     hurried: bool = False
     programs: bool = False
+    devices: tuple[int, ...] = ()
     views: GraphViews = field(default_factory=GraphViews, repr=False, compare=False)
 
     def priced_as(self, graph: Graph, footprints: Mapping[str, Footprint] | None) -> Request:
@@ -219,10 +221,14 @@ class Request:
         overheads = self._counted_overheads
         return () if overheads is None else overheads.in_all
 
-    def slowest(self, devices: int) -> float:
-        """How many times as long as one device the slowest of several takes for a pass."""
-        overheads = self._counted_overheads
-        return 1.0 if overheads is None else overheads.slowest(devices)
+    def devices_of(self, stages: int) -> tuple[int, ...]:
+        """How many devices a worker of each of the stages is."""
+        return self.devices if len(self.devices) == stages else (self.devices or (1,)) * stages
+
+    def all_devices(self, replicas: Sequence[int]) -> list[int]:
+        """How many devices stages with so many workers have."""
+        pairs = zip(replicas, self.devices_of(len(replicas)), strict=True)
+        return [workers * devices for workers, devices in pairs]
 
     @property
     def uncertainty(self) -> Uncertainty:

@@ -46,8 +46,6 @@ class ModelSharding:
     found: Sharding | None = None
     minibatches: float = 1.0
     """Of an update, on one worker."""
-    slowest: float = 1.0
-    """How many times as long as one device the slowest of a mesh takes, for which others wait."""
 
     @staticmethod
     def of(
@@ -58,7 +56,6 @@ class ModelSharding:
         method: IntraOp = "propagate",
         accounting: Accounting = _PLAIN,
         kept: Mapping[str, float] | None = None,
-        slowest: float = 1.0,
     ) -> ModelSharding:
         """`shards`: as typed, `PATTERN=PLACEMENTS`; `kept`: as in `StageProblem`. Raises UserError,
         also if nothing is divided.
@@ -84,8 +81,7 @@ class ModelSharding:
                 f"--mesh: the model does not fit {devices} devices of a team each, however it is"
                 " divided: give more --memory, or a larger --mesh"
             )
-        often = accounting.minibatches
-        sharding = ModelSharding(cluster, profile, found.assignment, found, often, slowest)
+        sharding = ModelSharding(cluster, profile, found.assignment, found, accounting.minibatches)
         if devices > 1 and not any(map(sharding.divides, profile.graph.calls)):
             raise UserError(_nothing_divided(profile, mesh, method))
         return sharding

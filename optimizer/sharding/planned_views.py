@@ -6,7 +6,7 @@ from collections import Counter
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.operators import OperatorProfile, estimated_seconds
-from pipedream.graph.placements.placement import Mesh, Placements, device_count
+from pipedream.graph.placements.placement import Mesh, Placements
 from pipedream.graph.placements.requests import Requests
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
@@ -39,8 +39,7 @@ def planned_views(
     for mesh in meshes:
         assignment = _assignment(plan, mesh, operators)
         often = accounting(request, mesh).minibatches
-        slowest = request.slowest(device_count(mesh))
-        sharding = ModelSharding(plan.cluster, operators, assignment, None, often, slowest)
+        sharding = ModelSharding(plan.cluster, operators, assignment, None, often)
         found.append((sharding, of_teams(request, profile, sharding)))
     numbers = {mesh: number for number, mesh in enumerate(meshes, start=1)}
     own = tuple(0 if stage.mesh is None else numbers[stage.mesh] for stage in plan.stages)

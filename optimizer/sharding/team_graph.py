@@ -107,17 +107,14 @@ def _expanded(stage: Stage, divided: DividedStage, profile: Profile) -> Stage:
 
 
 def work_shares(sharding: ModelSharding) -> dict[tuple[str, bool], float]:
-    """By node and whether backward: seconds of the slowest device of a mesh in parts of those of
-    the whole.
-    """
+    """By node and whether backward: seconds of one device in parts of those of the whole."""
     whole, own = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()
     for call in sharding.assignment.graph.calls:
         key = sharding.profile.nodes[call.name], call.name in sharding.backward
         seconds = sharding.profile.seconds.get(call.name, 0.0)
         whole[key] += seconds  # type: ignore[assignment]
         own[key] += seconds * sharding.work_share(call)  # type: ignore[assignment]
-    slowest = sharding.slowest
-    return {key: slowest * own[key] / seconds for key, seconds in whole.items() if seconds}
+    return {key: own[key] / seconds for key, seconds in whole.items() if seconds}
 
 
 def _moved_seconds(sharding: ModelSharding) -> Counter[tuple[str, bool]]:

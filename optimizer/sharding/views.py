@@ -75,7 +75,8 @@ class Views:
             }
         request = self.request
         if any(division.meshes):  # as in `of_teams`
-            request = replace(request, programs=True, host_bandwidth=None)
+            own = tuple(self.views[mesh].devices for mesh in division.meshes)
+            request = replace(request, programs=True, host_bandwidth=None, devices=own)
         return request.priced_as(request.graph.with_figures(nodes), footprints)
 
     def divided(self, division: Division) -> list[DividedStage]:
@@ -100,6 +101,7 @@ def of_teams(request: Request, profile: Profile, sharding: ModelSharding) -> Req
         cluster=sharding.teams,
         footprints=None if footprints is None else team_footprints(footprints, sharding),
         programs=True,
+        devices=(sharding.devices,),
         host_bandwidth=None,  # nothing moves what programs save
         hurried=request.has_many_devices,
     )

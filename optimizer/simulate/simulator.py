@@ -12,7 +12,7 @@ gradient is sent, the second does all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -64,13 +64,26 @@ ASSUMED = tuple(1 + 0.01 * k for k in (-2, -1, -1, 0, 0, 0, 1, 1, 2))
 class Noise:
     """How passes vary from one to the next, at random and the same for a `seed`.
 
-    `spread`: equally likely times of a pass, as multiples of its median. `levels`: by rank, in the
-    order of the plan's stages, how many times as long all its passes take; none for once.
+    `spread`: equally likely times of a pass, as multiples of its median. `levels`: by rank, of each
+    of its devices, which wait for each other: how many times as long all its passes take; without
+    any, ranks are one device each, and alike.
     """
 
     spread: Sequence[float]
     seed: int
-    levels: Sequence[float] = ()
+    levels: Mapping[int, Sequence[float]] = field(default_factory=dict)
+
+    def factors(self, actions: Mapping[int, int]) -> Floats:
+        """How many times as long each action takes; `actions`: how many each rank has, in order."""
+        devices = max(map(len, self.levels.values()), default=1)
+        chance = np.random.default_rng(self.seed)
+        drawn = chance.choice(np.array(self.spread), (sum(actions.values()), devices))
+        levels = np.zeros((len(actions), devices))
+        for row, rank in enumerate(actions):
+            own = self.levels.get(rank, (1.0,))
+            levels[row, : len(own)] = own
+        slowest: Floats = (drawn * levels.repeat([*actions.values()], axis=0)).max(axis=1)
+        return slowest
 
 
 def simulate_plan(
@@ -222,10 +235,8 @@ def play_program(
     traffic = Traffic(program, workload, network, ranks)
     items, sums, streams = traffic.played(numbers, closing)
     if noise is not None:
-        chance = np.random.default_rng(noise.seed)
-        seconds = seconds * chance.choice(np.array(noise.spread), len(seconds))
-        if noise.levels:
-            seconds = seconds * np.repeat(noise.levels, np.diff(program.begin))
+        counts = np.diff(program.begin).tolist()
+        seconds = seconds * noise.factors(dict(zip(numbers, counts, strict=True)))
     acting = Ranks(program.begin, program.op, program.subject, seconds)
     return play(acting, items, sums, streams, LOOK_AHEAD)
 

@@ -67,8 +67,8 @@ def test_drift_makes_nobody_wait(make_graph) -> None:
 
 
 def test_drift_that_each_worker_has_by_itself_makes_others_wait(make_graph) -> None:
-    """E[max] of two is sigma / sqrt(pi) above the mean, of three 0.846 sigma. In a pipeline of equal
-    stages the slowest sets the pace; replicas wait for it at each update.
+    """E[max] of two is sigma / sqrt(pi) above the mean, of three 0.846 sigma. In a pipeline of
+    equal stages the slowest sets the pace; replicas wait for it at each update.
     """
     graph = make_graph("a b c", "a-b b-c", **dict.fromkeys("abc", (100, 1e3, 1e3)))
 
