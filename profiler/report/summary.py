@@ -11,6 +11,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile, Quartiles
 from pipedream.graph.tables import break_words, make_console
 from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.graph.variation import PassVariation
 from pipedream.profiler.report.compiling import compiling_lines, groups_columns
 from pipedream.profiler.report.layers import QUANTITIES, layer_names, layers_frame
 
@@ -114,10 +115,7 @@ def _summary(profile: Profile) -> str:
             f" between {show_seconds(spread.lower)} and {show_seconds(spread.upper)}."
         )
         if profile.variation is not None and profile.variation.drift:
-            lines.append(
-                f"The machine drifted by {profile.variation.drift:.1%} meanwhile, beside what"
-                " differs from pass to pass."
-            )
+            lines.append(_drift(profile.variation))
         if spread.spread > _NOISY * spread.median:
             lines.append("Noisy: passes vary by more than 10%; repeat on an idle machine.")
     if profile.forward is not None and profile.backward is not None:
@@ -128,6 +126,14 @@ def _summary(profile: Profile) -> str:
             f" {profile.forward.worst_error:.1%} and {profile.backward.worst_error:.1%})."
         )
     return "\n".join(lines)
+
+
+def _drift(variation: PassVariation) -> str:
+    """Says by how much, and whose it is."""
+    text = f"The machine drifted by {variation.drift:.1%} meanwhile, beside what differs from pass"
+    if not variation.own:
+        return f"{text} to pass."
+    return f"{text} to pass; each worker by {variation.own:.1%} of its own, so that others wait for it."
 
 
 def _spread(profile: Profile) -> float:

@@ -8,7 +8,8 @@ updates take than their plans expect, which is of a core for each process, and t
 each process has that part of a core (`part_of_core.py`), so that there may be more of them than
 cores; the profile is made so too, by as many programs at once.
 
-Runs last tens of seconds: in the first one the heap still grows. The bandwidth of memory that two
+Runs last tens of seconds, of which the first fifth does not count: the heap still grows, and a
+minibatch of VGG-16's classifier takes twice as long. The bandwidth of memory that two
 processes have at once may change by half within a minute, on a virtual machine whose cores are
 moved: now two of them share the way to memory, now each has its own. Where weights are large, time
 follows it. So cores are kept `awake`, by which they are moved less, and what is said of a plan is
@@ -148,7 +149,11 @@ def limited(part: float) -> list[object]:
 
 
 def seconds_of(run: Path) -> float:
-    return float(json.loads((run / "summary.json").read_text())["seconds_per_minibatch"])
+    """Returns those of a minibatch once the heap has grown, after the first fifth of the run."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    ends = [json.loads(line)["seconds"] for line in lines]
+    first = len(ends) // 5
+    return float(ends[-1] - ends[first]) / (len(ends) - 1 - first)
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -108,5 +108,9 @@ def test_drift_is_told_from_what_differs_from_pass_to_pass(
     drifting = tuple(1.0 + 0.001 * number for number in range(100))
     print_report(profile(layer("a"), pass_seconds=drifting))
     assert "The machine drifted by 2.8% meanwhile" in " ".join(capsys.readouterr().out.split())
+    beside = {"pass_seconds_beside": (drifting[::-1],)}
+    print_report(profile(layer("a"), pass_seconds=drifting, **beside))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "to pass; each worker by 2.8% of its own, so that others wait for it." in said
     print_report(profile(layer("a"), pass_seconds=(1.0, 1.1, 1.0, 1.1, 1.0)))
     assert "drifted" not in capsys.readouterr().out
