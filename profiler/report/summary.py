@@ -133,7 +133,8 @@ def _drift(variation: PassVariation) -> str:
     text = f"The machine drifted by {variation.drift:.1%} meanwhile, beside what differs from pass"
     if not variation.own:
         return f"{text} to pass."
-    return f"{text} to pass; each worker by {variation.own:.1%} of its own, so that others wait for it."
+    own = f"each worker by {variation.own:.1%} of its own, so that others wait for it"
+    return f"{text} to pass; {own}."
 
 
 def _spread(profile: Profile) -> float:
