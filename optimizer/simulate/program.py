@@ -80,6 +80,25 @@ class Program:
         own = self.stage[self.subject[at]]
         return {stage: at[own == stage] for stage in stages}
 
+    @cached_property
+    def ends_backward(self) -> NDArray[np.bool_]:
+        """Whether each action ends the backward pass of a minibatch."""
+        return _ENDS[self.kind]
+
+    @cached_property
+    def first_of_round(self) -> NDArray[np.bool_]:
+        """Whether each action is the first of its worker, since its last update, that ends the
+        backward pass of a minibatch.
+        """
+        at = np.lexsort((np.arange(len(self.kind)), self.worker))
+        updates = np.cumsum(self.kind[at] == _NUMBER[Kind.UPDATE])
+        ending = np.flatnonzero(self.ends_backward[at])
+        rounds = np.stack((self.worker[at], updates))[:, ending]
+        _, first = np.unique(rounds, axis=1, return_index=True)
+        found = np.zeros(len(self.kind), bool)
+        found[at[ending[first]]] = True
+        return found
+
     def updates_of(self, stage: int) -> Ints:
         """Returns the actions that are updates of this stage."""
         stages = np.array([own for own, _ in self.workers])[self.worker]

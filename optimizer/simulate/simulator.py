@@ -242,10 +242,15 @@ def play_program(
 
 
 def _seconds(program: Program, works: Sequence[StageWork]) -> Floats:
-    """Returns the seconds of each action on its worker; 0 for messages and sums."""
+    """Returns the seconds of each action on its worker; 0 for messages and sums. The first backward
+    pass of a round adds no gradients, and the last, which a drained pipeline waits for, does.
+    """
     table = np.array([[_of_kind(work, kind) for kind in KINDS] for work in works])
     seconds: Floats = table[program.worker, program.kind]
-    return seconds
+    added = np.array([work.sum_seconds for work in works])[program.worker]
+    meant = np.array([work.sum_seconds_each for work in works])[program.worker]
+    adds = program.ends_backward & ~program.first_of_round
+    return seconds + np.where(program.ends_backward, added * adds - meant, 0.0)
 
 
 def _of_kind(work: StageWork, kind: Kind) -> float:

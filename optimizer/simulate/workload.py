@@ -40,7 +40,9 @@ class StageWork:
     inputs; the rest is BW, that of the weights [default: half].
     `parts` of the sum over replicas: bytes, and the share of the backward pass after which their
     gradients are there [default: all bytes after all of it]. `gathered_bytes`: of an all-reduce
-    that takes as long as the all-gather after an update that replicas divide.
+    that takes as long as the all-gather after an update that replicas divide. `sum_seconds`: to add
+    gradients to those of earlier minibatches, which the first of a round does not; of it
+    `sum_seconds_each` is in the backward pass, which is the mean over a round.
     """
 
     forward_seconds: float
@@ -51,6 +53,8 @@ class StageWork:
     parts: tuple[tuple[float, float], ...] = ()
     input_share: float = 0.5
     gathered_bytes: float = 0.0
+    sum_seconds: float = 0.0
+    sum_seconds_each: float = 0.0
 
     @property
     def backward_input_seconds(self) -> float:
@@ -71,6 +75,8 @@ class StageWork:
             forward_seconds=self.forward_seconds / speed,
             backward_seconds=self.backward_seconds / speed,
             update_seconds=self.update_seconds / speed,
+            sum_seconds=self.sum_seconds / speed,
+            sum_seconds_each=self.sum_seconds_each / speed,
         )
 
 
@@ -113,9 +119,10 @@ class Workload:
                 backward_seconds += max(0.0, stage.offload_seconds * speed - passes)
             parameters = _total(0.0, arrays.parameters[nodes])
             updated = _total(0.0, arrays.updated[nodes])
-            if overheads is not None:
-                round_size = policy.round_size(stage.stage) / len(stage.ranks)
-                backward_seconds += parameters * overheads.sum_seconds(round_size)
+            summing = 0.0 if overheads is None else parameters / overheads.gradient_sum_rate
+            round_size = policy.round_size(stage.stage) / len(stage.ranks)
+            summed_each = summing * (1 - 1 / max(1.0, round_size))
+            backward_seconds += summed_each
             of_inputs, kept = again, math.nan  # the first half of a stage that sends no gradients
             if any(back for (_, target), back in backward.items() if target == stage.stage):
                 of_inputs += _total(overhead[1], arrays.backward_input[nodes])
@@ -135,6 +142,8 @@ class Workload:
                 ),
                 input_share=of_inputs / backward_seconds if backward_seconds else 0.5,
                 gathered_bytes=parameters / 2 if stage.zero else 0.0,
+                sum_seconds=summing,
+                sum_seconds_each=summed_each,
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))

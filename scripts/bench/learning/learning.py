@@ -10,9 +10,10 @@ which is the same for all, or from the best rate with fewer stages, to the best 
 the first seed; then the other seeds train at that rate. So all have made as many updates from the
 same samples, and what differs is how late the gradients came, and what was done about it.
 
-Runs that are there already are not made again. Writes learning.csv and learning.svg to the folder,
-and prints a table: the held-out loss over that of the same optimizer whose gradients are not late,
-seed by seed: the median, and the range.
+Runs that are there already are not made again, nor those in known.csv, which holds what was found
+so far: at 32 stages a run takes half an hour of a core. New ones are added to it. Writes
+learning.csv and learning.svg to the folder, and prints a table: the held-out loss over that of the
+same optimizer whose gradients are not late, seed by seed: the median, and the range.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -35,6 +37,9 @@ from methods import CONFIGS, GRID, METHODS, config_of
 from picture import draw
 
 MIDDLE = 3
+KNOWN = Path(__file__).with_name("known.csv")
+"""The held-out losses of runs, wherever they were made."""
+KEY = ["method", "stages", "epochs", "rates", "seed"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,10 @@ class Run:
     epochs: int
 
     @property
+    def key(self) -> tuple[object, ...]:
+        return self.method, self.stages, self.epochs, show_rates(self.rates), self.seed
+
+    @property
     def file(self) -> Path:
         rates = show_rates(self.rates)
         name = f"{self.method}-{self.stages}-{self.epochs}-{rates}-{self.seed}"
@@ -59,6 +68,9 @@ class Run:
         nobody has.
         """
         if not self.file.exists():
+            known = known_losses().get(self.key)
+            if known is not None:
+                return known
             self._train()
         found = json.loads(self.file.read_text())["held_out_loss"]
         return math.inf if found is None else float(found)
@@ -123,6 +135,29 @@ class Study:
         return [{**told, "seed": seed, "loss": run.loss()} for seed, run in runs.items()]
 
 
+@cache
+def known_losses() -> dict[tuple[object, ...], float]:
+    """Returns those of known.csv by `KEY`."""
+    if not KNOWN.exists():
+        return {}
+    table = pd.read_csv(KNOWN, dtype={"rates": str})
+    return dict(zip(table[KEY].itertuples(index=False, name=None), table.loss, strict=True))
+
+
+def note(folder: Path) -> None:
+    """Adds the runs in the folder to known.csv."""
+    found = known_losses().copy()
+    for file in folder.glob("*.json"):
+        run = json.loads(file.read_text())
+        loss = math.inf if run["held_out_loss"] is None else run["held_out_loss"]
+        rates = show_rates(run["rates"])
+        key = run["method"], run["stages"], run["epochs"], rates, run["seed"]
+        found[key] = round(loss, 5)
+    rows = [(*key, loss) for key, loss in found.items()]
+    table = pd.DataFrame(rows, columns=[*KEY, "loss"]).sort_values(["stages", *KEY])
+    table.to_csv(KNOWN, index=False)
+
+
 def neighbours(places: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Returns those that differ by one step in one rate."""
     moved = [
@@ -160,6 +195,7 @@ def main() -> None:
             last[method] = study
     with multiprocessing.get_context("spawn").Pool(asked.workers, initializer=_prepare) as pool:
         table = pd.DataFrame(row for rows in shown(pool.imap(rows_of, studies)) for row in rows)
+    note(asked.output)
     table = against_plain(table)
     table.to_csv(asked.output / "learning.csv", index=False)
     draw(curves_of(table, asked.output), asked.output / "learning.svg")
@@ -192,6 +228,8 @@ def curves_of(table: pd.DataFrame, folder: Path) -> dict[int, dict[str, list[flo
     for row in table[table.seed == 0].itertuples():
         rates = tuple(float(rate) for rate in str(row.rates).split("+"))
         run = Run(folder, str(row.method), int(row.stages), rates, 0, int(row.epochs))
+        if not run.file.exists():  # made elsewhere
+            continue
         losses = json.loads(run.file.read_text())["losses"]
         curves.setdefault(run.stages, {})[run.method] = losses
     return curves
