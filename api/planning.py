@@ -14,7 +14,7 @@ from pipedream.command_line import checked
 from pipedream.graph.command import write_whole
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
-from pipedream.graph.tables import make_console
+from pipedream.graph.shown.tables import make_console
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.cli.answer.plan import plan
 from pipedream.optimizer.cli.options import ModelInMemory, option_types

@@ -14,7 +14,7 @@ from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Quartiles, TrainingOverheads
-from pipedream.graph.tables import print_table
+from pipedream.graph.shown.tables import print_table
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.calibrate.price_plan import Price
 from pipedream.optimizer.calibrate.runs import CalibrationRun, DividedWork

@@ -31,7 +31,7 @@ def main(context: click.Context, /, **_values: Any) -> None:
     """
     # Threads of numpy's BLAS do not help; it reads this when it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from pipedream.graph.tables import make_console
+    from pipedream.graph.shown.tables import make_console
     from pipedream.optimizer.cli.answer.plan import plan
     from pipedream.optimizer.cli.output import sections
     from pipedream.optimizer.cli.planning import quick_collector

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from pipedream.graph.draw import OTHER, picture, why_text
 from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import Plan, plan_text
 from pipedream.graph.profile import BATCH_SIZES_TABLE
-from pipedream.graph.tables import print_line, print_table
+from pipedream.graph.shown.draw import OTHER, picture, why_text
+from pipedream.graph.shown.tables import print_line, print_table
 from pipedream.graph.timeline import Panel, chrome_text, memory_png, panels_png
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.calibrate.verdict import Verdict, print_runs, print_verdict

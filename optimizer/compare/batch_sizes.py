@@ -18,7 +18,7 @@ from rich.table import Table
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import difference
-from pipedream.graph.tables import print_line, print_table
+from pipedream.graph.shown.tables import print_line, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.compare.comparison import Candidate, no_plan
 from pipedream.optimizer.report.tables import show_replicas, table_of

@@ -14,7 +14,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.plan import Plan, Predicted, Stage
 from pipedream.graph.profile import Machine, Profile
-from pipedream.graph.tables import end_of, make_console, print_table
+from pipedream.graph.shown.tables import end_of, make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost.models import DEFAULT_COST_MODEL
 from pipedream.optimizer.report.answer import answer_rows

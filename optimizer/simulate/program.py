@@ -90,13 +90,13 @@ class Program:
         """Whether each action is the first of its worker, since its last update, that ends the
         backward pass of a minibatch.
         """
-        at = np.lexsort((np.arange(len(self.kind)), self.worker))
+        at = np.argsort(self.worker, kind="stable")
         updates = np.cumsum(self.kind[at] == _NUMBER[Kind.UPDATE])
         ending = np.flatnonzero(self.ends_backward[at])
-        rounds = np.stack((self.worker[at], updates))[:, ending]
-        _, first = np.unique(rounds, axis=1, return_index=True)
+        other_worker = np.diff(self.worker[at][ending], prepend=-1) != 0
+        later_round = np.diff(updates[ending], prepend=-1) != 0
         found = np.zeros(len(self.kind), bool)
-        found[at[ending[first]]] = True
+        found[at[ending[other_worker | later_round]]] = True
         return found
 
     def updates_of(self, stage: int) -> Ints:

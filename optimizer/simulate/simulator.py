@@ -247,6 +247,8 @@ def _seconds(program: Program, works: Sequence[StageWork]) -> Floats:
     """
     table = np.array([[_of_kind(work, kind) for kind in KINDS] for work in works])
     seconds: Floats = table[program.worker, program.kind]
+    if not any(work.sum_seconds for work in works):
+        return seconds
     added = np.array([work.sum_seconds for work in works])[program.worker]
     meant = np.array([work.sum_seconds_each for work in works])[program.worker]
     adds = program.ends_backward & ~program.first_of_round

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pipedream.graph.cluster import write_cluster
 from pipedream.graph.command import whole, writing
-from pipedream.graph.tables import make_console, print_table
+from pipedream.graph.shown.tables import make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.network.measure import MOST_MISS, MeasuredLevel, Timed, cluster
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pipedream.graph.command import UserError, whole, write_whole, writing
 from pipedream.graph.profile import BATCH_SIZES_TABLE, difference, folder_of, sizes_in
-from pipedream.graph.tables import make_console, print_table
+from pipedream.graph.shown.tables import make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile
-from pipedream.graph.tables import make_console
+from pipedream.graph.shown.tables import make_console
 from pipedream.profiler.report.layers import QUANTITIES, Quantity, layer_names, layers_frame
 from pipedream.profiler.report.summary import how_many, make_table
 

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 def write_files(measured: Measured, output: Path) -> str:
     """Writes all files of a profile; returns a line that names them."""
-    from pipedream.graph.draw import draw, why_text
     from pipedream.graph.model import format_graph
     from pipedream.graph.placements.operators import write_operators
     from pipedream.graph.profile import write_profile
+    from pipedream.graph.shown.draw import draw, why_text
     from pipedream.profiler.report.layers import layers_frame
     from pipedream.profiler.report.layers_picture import draw_layers
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile, Quartiles
-from pipedream.graph.tables import break_words, make_console
+from pipedream.graph.shown.tables import break_words, make_console
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.graph.variation import PassVariation
 from pipedream.profiler.report.compiling import compiling_lines, groups_columns

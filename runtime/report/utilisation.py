@@ -12,7 +12,7 @@ from rich.table import Table
 from pipedream.graph.measured_run import MeasuredRank
 from pipedream.graph.plan import Plan, Simulated, workers_by_rank
 from pipedream.graph.profile import Quartiles
-from pipedream.graph.tables import make_console, print_table
+from pipedream.graph.shown.tables import make_console, print_table
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.graph.units import show_seconds
 from pipedream.schedule.action import (

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from pipedream.graph.cluster import Cluster
-from pipedream.graph.tables import print_table
+from pipedream.graph.shown.tables import print_table
 from pipedream.optimizer.choose.chooser import choose
 from pipedream.optimizer.compare.comparison import (
     compare,

@@ -13,7 +13,7 @@ import graphviz
 
 from pipedream.graph.command import write_whole
 from pipedream.graph.model import Graph, Node
-from pipedream.graph.tables import end_of
+from pipedream.graph.shown.tables import end_of
 from pipedream.graph.units import show_bytes, show_seconds
 
 # Paul Tol's "light" scheme: colour-blind readers can tell the colours apart, and black text is

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipedream.graph.tables import break_words, make_console, print_table
+from pipedream.graph.shown.tables import break_words, make_console, print_table
 
 NUMBERS = [f"{1234.5 + column:.1f} ms" for column in range(9)]
 
