@@ -9,11 +9,11 @@ from pathlib import Path
 import graphviz
 import pytest
 
-from pipedream.graph.shown import draw as drawing
 from pipedream.graph.model import Graph, Node, read_graph
+from pipedream.graph.shown import draw as drawing
 from pipedream.graph.shown.draw import HEAT, STAGE_COLOURS, condensed, draw, picture, why_text
 
-REFERENCE = Path(__file__).parents[2] / "../shared/reference/profiles"
+REFERENCE = Path(__file__).parents[3] / "../shared/reference/profiles"
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="no dot program")
 
 
