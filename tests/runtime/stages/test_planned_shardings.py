@@ -28,7 +28,7 @@ SLOW = {"optimizer": {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}}
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("model", "machines", "options"),
     [
