@@ -52,10 +52,9 @@ class PassVariation:
         kept = [each / median for each in seconds if each < _INTERRUPTED * median]
         if len(kept) < _FEWEST_TO_DIVIDE:
             return PassVariation(tuple(kept), 0.0, 0.0)
-        steps, slow = _divided([math.log(each) for each in kept])
+        steps, fast, slow = _divided([math.log(each) for each in kept])
         factors = [math.exp(step) for step in steps]
         level = statistics.fmean(kept) / statistics.fmean(factors)
-        fast = math.fsum(step**2 for step in steps) / len(steps)
         apart = [_apart(seconds, other) for other in beside]
         return PassVariation(
             tuple(level * factor for factor in factors),
@@ -65,11 +64,11 @@ class PassVariation:
         )
 
 
-def _divided(logs: Sequence[float]) -> tuple[list[float], float]:
-    """Returns what changes from each pass to the next, and the deviation of drift."""
+def _divided(logs: Sequence[float]) -> tuple[list[float], float, float]:
+    """Returns what changes from each pass to the next, its variance, and the deviation of drift."""
     steps = [(after - before) / math.sqrt(2) for before, after in pairwise(logs)]
     fast = math.fsum(step**2 for step in steps) / len(steps)
-    return steps, math.sqrt(max(0.0, statistics.variance(logs) - fast))
+    return steps, fast, math.sqrt(max(0.0, statistics.variance(logs) - fast))
 
 
 def _apart(seconds: Sequence[float], other: Sequence[float]) -> float:
@@ -81,7 +80,7 @@ def _apart(seconds: Sequence[float], other: Sequence[float]) -> float:
         for one, two in zip(seconds, other, strict=True)
         if one < own_most and two < others_most
     ]
-    return _divided(ratios)[1] ** 2 / 2 if len(ratios) >= _FEWEST_TO_DIVIDE else 0.0
+    return _divided(ratios)[2] ** 2 / 2 if len(ratios) >= _FEWEST_TO_DIVIDE else 0.0
 
 
 @cache

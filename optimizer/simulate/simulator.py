@@ -37,7 +37,7 @@ from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.sums import gather_seconds, parts_of, pass_with_sums
 from pipedream.optimizer.simulate.traffic import Traffic
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, StageWork, Workload
-from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Worker
+from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.overlap import LOOK_AHEAD
 from pipedream.schedule.policy import policy
 from pipedream.schedule.schedule import Schedule
@@ -267,7 +267,6 @@ def _of_kind(work: StageWork, kind: Kind) -> float:
 
 def steady_state(program: Program, end: Floats, span: SteadySpan) -> tuple[float, float]:
     """When it begins and ends, if the actions end at these times."""
-    closing = [number for number, kind in enumerate(KINDS) if kind in ENDS_BACKWARD]
-    passes = np.isin(program.kind, closing)
+    passes = program.ends_backward
     stages = np.array([stage for stage, _ in program.workers])[program.worker[passes]]
     return longest_window(stages, program.minibatch[passes], end[passes], span)

@@ -119,9 +119,11 @@ class Workload:
                 backward_seconds += max(0.0, stage.offload_seconds * speed - passes)
             parameters = _total(0.0, arrays.parameters[nodes])
             updated = _total(0.0, arrays.updated[nodes])
-            summing = 0.0 if overheads is None else parameters / overheads.gradient_sum_rate
-            round_size = policy.round_size(stage.stage) / len(stage.ranks)
-            summed_each = summing * (1 - 1 / max(1.0, round_size))
+            summing = summed_each = 0.0
+            if overheads is not None:
+                round_size = policy.round_size(stage.stage) / len(stage.ranks)
+                summing = parameters / overheads.gradient_sum_rate
+                summed_each = parameters * overheads.sum_seconds(round_size)
             backward_seconds += summed_each
             of_inputs, kept = again, math.nan  # the first half of a stage that sends no gradients
             if any(back for (_, target), back in backward.items() if target == stage.stage):

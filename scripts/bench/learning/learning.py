@@ -148,13 +148,14 @@ def note(folder: Path) -> None:
     """Adds the runs in the folder to known.csv."""
     found = known_losses().copy()
     for file in folder.glob("*.json"):
-        run = json.loads(file.read_text())
-        loss = math.inf if run["held_out_loss"] is None else run["held_out_loss"]
-        rates = show_rates(run["rates"])
-        key = run["method"], run["stages"], run["epochs"], rates, run["seed"]
-        found[key] = round(loss, 5)
+        told = json.loads(file.read_text())
+        of_run = (told[name] for name in ("method", "stages", "rates", "seed", "epochs"))
+        run = Run(folder, *of_run)
+        found[run.key] = round(run.loss(), 5)
     rows = [(*key, loss) for key, loss in found.items()]
-    table = pd.DataFrame(rows, columns=[*KEY, "loss"]).sort_values(["stages", *KEY])
+    table = pd.DataFrame(rows, columns=[*KEY, "loss"]).sort_values(
+        ["stages", "method", "rates", "seed"]
+    )
     table.to_csv(KNOWN, index=False)
 
 
