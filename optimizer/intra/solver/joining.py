@@ -87,7 +87,8 @@ class _Joiner:
             self.seconds[source] = self.seconds[source] + seconds
             self.bytes[source] = self.bytes[source] + held
             return None
-        key = source, given.tobytes(), value.same.tobytes(), value.keeps, *ends
+        placements = value.seconds.shape  # of which no label may have the last ones
+        key = source, given.tobytes(), value.same.tobytes(), value.keeps, placements, *ends
         if key not in self.known:
             readers = self._distinct(source, joints)
             made = replace(

@@ -55,6 +55,7 @@ def layered(seed: int, layers: int, limited: bool = False) -> Problem:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 7), st.integers(0, 2), st.booleans())
 @example(6298, 6, 0, False)  # readers in both passes that all become the source
+@example(290, 7, 0, False)  # values alike but for placements that no label has
 def test_a_joined_problem_costs_what_the_labels_that_follow_do(seed, variables, rounds, limited):
     """Whatever is joined: operators that read themselves, and values read twice by one."""
     problem = replace(made_up(seed, variables, limited), kinds=[0] * variables)
