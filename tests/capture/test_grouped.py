@@ -123,6 +123,7 @@ def assert_same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_groups_compute_what_the_module_does(name: str) -> None:
     part, inputs, _ = made(name)
@@ -193,6 +194,7 @@ def test_groups_that_are_to_be_eager_are_not_compiled() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["gpt", "resnet", "vit"])
 def test_compiled_groups_compute_the_same(name: str) -> None:
     torch._dynamo.reset()

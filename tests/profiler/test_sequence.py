@@ -76,6 +76,7 @@ def test_a_table_of_positions_that_is_too_short_is_told() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_several_lengths_have_folders_and_profiles_that_say_so(tmp_path: Path) -> None:
     arguments = [f"--arg={name}={value}" for name, value in LLAMA.items()]
     command = ["transformers:llama", *arguments, "--for", "h100", "--dtype", "bfloat16"]

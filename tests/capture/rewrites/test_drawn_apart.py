@@ -119,6 +119,7 @@ def gradients(run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
     return [result.detach(), given.grad]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_numbers_are_those_of_the_operators(name: str, dtype: torch.dtype) -> None:
@@ -141,6 +142,7 @@ NEVER = "never", "attention without dropout", "an LSTM without dropout"
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_is_compiled_as_one_graph(name: str) -> None:
     """Other numbers in each minibatch, none of them a part of what is compiled."""

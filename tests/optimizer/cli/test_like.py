@@ -48,6 +48,7 @@ OPTIONS = (
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_the_same_is_asked_again(graph, options):
     cluster = ("--machines", "2,2", "--bandwidth", "1GB,500MB", "--latency", "1us,1ms")

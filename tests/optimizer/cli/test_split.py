@@ -115,6 +115,7 @@ def test_a_split_is_priced_trained_and_has_the_memory_of_its_own_stages(folder: 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_best_split_is_priced_as_the_planner_prices_it(folder: Path) -> None:
     """Its own stages, given back to it by the names of their first nodes, cost the same."""
     best, _ = planned(folder, "--straight")

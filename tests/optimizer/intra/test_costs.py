@@ -88,6 +88,7 @@ def test_never_worse_than_what_follows_from_some_placements(name: str, mesh: Mes
         assert solved(stage).bound <= stage.seconds_of(followed) * (1 + 1e-9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 def test_keeps_what_the_user_wants(mesh: Mesh) -> None:
     graph = describe(traced_model("transformer, fused").joint)
@@ -115,6 +116,7 @@ def test_layers_that_are_alike_share_their_tables() -> None:
     assert len({id(value.seconds) for value in values}) < 0.7 * len(values)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["transformer, separate", "transformer, fused"])
 def test_within_a_limit_of_bytes(name: str) -> None:
     """Less memory takes more time, and the bound holds for every choice that keeps the limit."""

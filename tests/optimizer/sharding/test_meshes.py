@@ -108,6 +108,7 @@ def test_one_device_is_what_it_was(profiled: tuple[Graph, Profile, OperatorProfi
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
 def test_a_device_has_the_regions_of_its_parameters(
     profiled: tuple[Graph, Profile, OperatorProfile], mesh: Mesh

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("source", MODELS)
 def test_nodes_save_what_measured_ones_save(source: str) -> None:
     """Byte by byte, masks of dropout among them; and of the graph of a real capture."""
@@ -39,6 +39,7 @@ def test_nodes_save_what_measured_ones_save(source: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("source", ["torchvision:resnet18", "timm:vit_tiny_patch16_224"])
 def test_what_gradients_of_weights_keep_is_about_what_measured_ones_keep(source: str) -> None:
     """Small gradients that come with those of inputs, of norms, are left out."""

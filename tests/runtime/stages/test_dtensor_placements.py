@@ -81,6 +81,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("options", "stage"),
     [

@@ -21,6 +21,7 @@ def trained(model: nn.Module, offload: bool, **more: object) -> OneRank:
     return OneRank(copy.deepcopy(model), offload=offload, **options).train()  # type: ignore[arg-type]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [blocks, Convolutions, Shared, Block])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_equal_to_the_plain_run(make: Callable[[], nn.Module], stages: int) -> None:

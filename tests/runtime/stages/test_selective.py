@@ -49,6 +49,7 @@ def none(captured: Captured) -> Collection[str]:
     return ()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("make", [blocks, Convolutions, Shared])
 @pytest.mark.parametrize("again", [every, some(1), some(2), some(3)])
 @pytest.mark.parametrize("stages", [1, 2])
