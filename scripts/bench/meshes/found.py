@@ -5,8 +5,8 @@
 Measures the network, and in each turn profiles a model with as many workers at a time, plans with
 `--intra-op none` and `auto`, and trains both plans as whole processes. Prints how much longer
 updates take than their plans expect, which is of a core for each process, and the gain. With --part
-each process has that part of a core (`part_of_core.py`), so that there may be more of them than
-cores; the profile is made so too, by as many programs at once.
+each process has that part of a core (`part_of_core.py`), in short `turns`, so that there may be
+more of them than cores; the profile is made so too, by as many programs at once.
 
 Runs last tens of seconds, of which the first fifth does not count: the heap still grows, and a
 minibatch of VGG-16's classifier takes twice as long. The bandwidth of memory that two
@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from efficiency import call
 from gain import launcher, measure_network, optimizer, program, stages
 from pace import Pace, pace
 from streaming import streaming
+from turns import turns as short_turns
 
 from pipedream.graph.plan import Plan, read_plan
 
@@ -113,7 +115,7 @@ CASES: dict[str, dict[str, Any]] = {
 def main(out: Path, models: tuple[str, ...], turns: int, processes: int, part: float) -> None:
     os.environ |= {"PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1"}
     table = []
-    with awake(), pace(out) as watched:
+    with awake(), pace(out) as watched, short_turns() if part < 1 else nullcontext():
         for name in models or CASES:
             prepare(out / name, CASES[name], processes, part)
             for turn in range(turns):

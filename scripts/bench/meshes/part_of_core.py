@@ -2,7 +2,8 @@
 
 So a machine with few cores stands for several smaller machines, each as slow while others wait as
 while they work. Enters a control group of its own with a quota of processor time, and becomes the
-program, which passes the quota on to its threads and children. Linux, as root.
+program, which passes the quota on to its threads and children. Those that share a core take short
+`turns`, where somebody has begun them. Linux, as root.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import os
 import sys
 from pathlib import Path
 
-PERIOD = 0.005
-"""Seconds in which a process gets its part; the kernel counts in ticks of 1 to 4 ms."""
+from turns import take_turns
+
+QUOTA = 0.001
+"""Seconds, the least that the kernel takes, so that a process soon gets its part again."""
 GROUPS = Path("/sys/fs/cgroup")
 
 
 def main() -> None:
     part, program = float(sys.argv[1]), sys.argv[2:]
     enter(group(f"part-{os.getpid()}", part))
+    take_turns()
     cores = sorted(os.sched_getaffinity(0))
     rank = int(os.environ.get("LOCAL_RANK", 0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -28,7 +32,7 @@ def main() -> None:
 
 def group(name: str, part: float) -> Path:
     """Makes a control group; under version 1 the controller has a folder of its own."""
-    period, quota = round(PERIOD * 1e6), round(part * PERIOD * 1e6)
+    period, quota = round(QUOTA / part * 1e6), round(QUOTA * 1e6)
     if (GROUPS / "cgroup.controllers").exists():
         (GROUPS / name).mkdir()
         (GROUPS / name / "cpu.max").write_text(f"{quota} {period}")
