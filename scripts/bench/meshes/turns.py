@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 SECONDS = 250e-6
 SLICE = 100e-6
-"""The least that the kernel takes: shorter than a turn, so that each ends when it is looked."""
+"""The least that the kernel takes, and shorter than a turn, which so ends when the kernel looks."""
 PRIORITY = 10
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 """Numbers of the system call, which Python has no function for."""
