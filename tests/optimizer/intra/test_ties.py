@@ -91,6 +91,7 @@ def test_followers_may_have_other_labels_than_those_they_follow(seed, variables)
     assert solve(joined.problem).seconds == pytest.approx(best, rel=1e-9, abs=1e-15)
 
 
+@pytest.mark.thorough
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_free_layers_are_never_slower_than_tied_ones(seed, limited):

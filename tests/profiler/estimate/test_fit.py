@@ -29,6 +29,7 @@ def blank() -> DeviceFile:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_fitted_models_take_what_they_took(folder: Path) -> None:
     models = [MeasuredModel.read(folder / name) for name in ("llama", "bert", "resnet18")]
     fitted = fit(blank(), models)

@@ -84,7 +84,7 @@ def test_nodes_take_the_part_that_their_compiled_stretch_does() -> None:
                     assert bench.turns[number][which][name] == pytest.approx(own)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("compiled", "groups", "backend"),
     [
