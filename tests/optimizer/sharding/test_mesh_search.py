@@ -114,7 +114,7 @@ def perceptron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.one_in(200)
-@pytest.mark.parametrize("seed", sorted(range(200), key=lambda seed: seed != 6))
+@pytest.mark.parametrize("seed", [6, *range(6), *range(7, 200)])  # 6 takes a quarter of 0
 def test_the_search_finds_the_best_of_all(perceptron: Path, seed: int) -> None:
     """Over cuts between layers, meshes and replicas of up to three stages, the operators of each
     stage divided for it or as in the whole model.
