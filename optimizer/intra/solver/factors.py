@@ -7,9 +7,11 @@ values with many readers are several factors, each with its part of the seconds.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from pipedream.optimizer.intra.solver.problem import Floats, Ints
 
@@ -31,49 +33,57 @@ class Variables(NamedTuple):
     slots: Ints
 
 
-class Slots(NamedTuple):
-    """A slot is a member of a factor. `places[place + label]`: the placement of a label;
-    `message`: where its messages begin, and at the end where those of the last one end; `turn`: 1
-    in the forward and 2 in the backward pass; `ahead`, `behind`: for how many values it stands if
-    the factor has members after or before its variable, else 0.
-    """
+SLOT = np.dtype(
+    [
+        *((name, np.intp) for name in ("factor", "place", "message", "turn")),
+        *((name, np.float64) for name in ("ahead", "behind")),
+    ]
+)
+"""A slot is a member of a factor. `places[place + label]`: the placement of a label; `message`:
+where its messages begin; `turn`: 1 in the forward and 2 in the backward pass; `ahead`, `behind`:
+for how many values it stands if the factor has members after or before its variable, else 0.
+"""
 
-    factor: Ints
-    place: Ints
-    message: Ints
-    turn: Ints
+FACTOR = np.dtype(
+    [(name, np.intp) for name in ("first", "given", "wanted", "table", "base", "cases", "turns")]
+)
+"""A factor has the slots `first` (its source) to before that of the next factor.
+
+`costs[table + ((case * turns + turn - 1) * given + g) * wanted + p]`: of a group of readers, which
+are in the turns `turn`; `turns` is 1 where that makes no difference. `across`: the same with `p *
+given + g`. `bases[base + case * given + g]`: besides. Of several cases the least counts.
+"""
+
+Records: TypeAlias = NDArray[np.void]
+"""Slots or factors, and one more for where what these have ends: one array where there were one
+for each field, since whatever compiled code takes out of a tuple it counts the references to.
+"""
+
+
+class Slots(NamedTuple):
+    heads: Records
     places: Ints
     usable: Ints
-    ahead: Floats
-    behind: Floats
 
 
 class Factors(NamedTuple):
-    """Factor f has the slots `first[f]` (its source) to before `first[f + 1]`.
-
-    `costs[table + ((case * turns + turn - 1) * given + g) * wanted + p]`: of a group of readers,
-    which are in the turns `turn`; `turns` is 1 where that makes no difference. `bases[base + case *
-    given + g]`: besides. Of several cases the least counts.
-    """
-
-    first: Ints
-    given: Ints
-    wanted: Ints
-    table: Ints
-    base: Ints
-    cases: Ints
-    turns: Ints
+    heads: Records
     costs: Floats
+    across: Floats
     bases: Floats
 
 
 class Work(NamedTuple):
-    """Arrays over subsets of readers, for use within a function."""
+    """Arrays for use within a function: over subsets of readers and placements of these (`sums`)
+    or of the source (`least`, `cover`), or over placements.
+    """
 
     sums: Floats
     turns: Ints
     least: Floats
     cover: Floats
+    terms: Floats
+    best: Floats
     out: Floats
 
 
@@ -83,86 +93,123 @@ def minima(slot, slots, factors, messages, fixed, work):  # type: ignore[no-unty
     returns how many these are; other members with `fixed` >= 0 are in that placement.
     """
     # With g the placement of the source, T the readers but the slot's:
-    #   as the source   out[g] = min over cases of base[g] + cover[T]
-    #   as a reader     out[p] = min over cases, g, t within T of
-    #                            base[g] - message[g] + cover[T - t] + that of t with the slot in p
-    f = slots.factor[slot]
-    first, given, wanted = factors.first[f], factors.given[f], factors.wanted[f]
-    out, is_source, turns = work.out, slot == first, factors.turns[f]
-    full = _gather(slot, slots, factors, messages, fixed, work)
-    size = given if is_source else wanted
+    #   as the source   out[g] = min over cases of base[g] + cover[T, g]
+    #   as a reader     out[p] = min over cases, see `_reader`
+    head, out, full = slots.heads[slot], work.out, 0
+    factor, end = factors.heads[head.factor], factors.heads[head.factor + 1].first
+    size = factor.given if slot == factor.first else factor.wanted
+    for member in range(factor.first + 1, end):
+        if member != slot:
+            own, place = slots.heads[member], fixed[member]
+            full = _gather(full, own, factor.wanted, messages, place, work.sums, work.turns)
     for p in range(size):
         out[p] = NOTHING
-    for row in range(factors.cases[f] * given):
-        case, g = row // given, row % given
-        base = factors.bases[factors.base[f] + row]
-        table = factors.table[f] + (case * turns * given + g) * wanted
-        if is_source:
-            _cover(full, table, given * wanted if turns > 1 else 0, wanted, factors.costs, work)
-            out[g] = min(out[g], base + work.cover[full])
-            continue
-        base -= messages[slots.message[first] + g]
-        if (fixed[first] >= 0 and fixed[first] != g) or base > 0.5 * FORBIDDEN:
-            continue
-        _cover(full, table, given * wanted if turns > 1 else 0, wanted, factors.costs, work)
-        for t in range(full + 1):
-            turn = (work.turns[t] | slots.turn[slot]) - 1 if turns > 1 else 0
-            begin = table + turn * given * wanted
-            costs, terms = factors.costs[begin : begin + wanted], work.sums[t]
-            others = base + work.cover[full ^ t]
-            for p in range(wanted):
-                out[p] = min(out[p], costs[p] + (terms[p] + others))
+    for case in range(factor.cases):
+        base = factors.bases[factor.base + case * factor.given :]
+        _cover(full, factor, case, factors.across, work)
+        if slot == factor.first:
+            for g in range(size):
+                out[g] = min(out[g], base[g] + work.cover[full, g])
+        else:
+            source = messages[slots.heads[factor.first].message :]
+            place = fixed[factor.first]
+            _reader(head.turn, full, factor, case, factors.costs, base, source, place, work)
     for p in range(size):
-        out[p] -= messages[slots.message[slot] + p]
+        out[p] -= messages[head.message + p]
     return size
 
 
 @njit(cache=True, fastmath=True)
-def _cover(full, table, turn_size, wanted, costs, work):  # type: ignore[no-untyped-def]
-    """Fills `work.cover` with the least of each subset of readers, in whatever groups."""
-    # least[T] = min over p of costs[turns of T, p] + sums[T, p], T as one group
-    # cover[T] = min over G within T, with the first of T, of least[G] + cover[T - G]
-    for t in range(1, full + 1):
-        begin = table + (work.turns[t] - 1) * turn_size
-        row, terms, best = costs[begin : begin + wanted], work.sums[t], NOTHING
+def _reader(turn, full, factor, case, costs, base, source, place, work):  # type: ignore[no-untyped-def]
+    """Lowers `out` to what a factor takes with a reader in this turn in each placement. `source`:
+    the source's messages, `place`: its placement if that is given.
+    """
+    # out[p] = min over t within T of sums[t, p] +
+    #          min over g of base[g] - source[g] + cover[T - t, g] + costs[turns of t, g, p]
+    given, wanted, terms, best, out = factor.given, factor.wanted, work.terms, work.best, work.out
+    sums, cover = work.sums, work.cover
+    for t in range(full + 1):
+        for g in range(given):
+            terms[g] = base[g] - source[g] + cover[full ^ t, g]
+        if place >= 0:
+            _keep(place, given, terms)
+        table = _table(turn | work.turns[t], factor, case)
+        _product(terms, given, costs, table, wanted, best)
         for p in range(wanted):
-            best = min(best, row[p] + terms[p])
-        work.least[t] = best
-    for t in range(1, full + 1):
-        low = t & -t
-        rest = t ^ low
-        best, part = work.least[t], rest
-        while part:
-            part = (part - 1) & rest
-            best = min(best, work.least[part | low] + work.cover[rest ^ part])
-        work.cover[t] = best
+            out[p] = min(out[p], sums[t, p] + best[p])
 
 
 @njit(cache=True, fastmath=True)
-def _gather(slot, slots, factors, messages, fixed, work):  # type: ignore[no-untyped-def]
-    """Fills the sums and turns of all subsets of the readers other than the slot; returns the last
-    of them.
+def _gather(full, member, wanted, messages, fixed, sums, turns):  # type: ignore[no-untyped-def]
+    """Fills the sums and turns of all subsets with one more reader, those without being known, of
+    which `full` is the last; returns the last one now.
     """
-    f = slots.factor[slot]
-    first, wanted = factors.first[f], factors.wanted[f]
-    sums, turns, cover = work.sums, work.turns, work.cover
-    for p in range(wanted):
-        sums[0, p] = 0.0
-    turns[0], cover[0], count = 0, 0.0, 0
-    for member in range(first + 1, factors.first[f + 1]):
-        if member == slot:
-            continue
-        bit, message = 1 << count, slots.message[member]
+    bit = full + 1
+    if bit == 1:
+        turns[0] = 0
         for p in range(wanted):
-            sums[bit, p] = -messages[message + p]
-        if fixed[member] >= 0:
-            for p in range(wanted):
-                if fixed[member] != p:
-                    sums[bit, p] = FORBIDDEN
-        turns[bit] = slots.turn[member]
-        for t in range(1, bit):
-            turns[bit + t] = turns[t] | turns[bit]
-            for p in range(wanted):
-                sums[bit + t, p] = sums[t, p] + sums[bit, p]
-        count += 1
-    return (1 << count) - 1
+            sums[0, p] = 0.0
+    turns[bit] = member.turn
+    for p in range(wanted):
+        sums[bit, p] = -messages[member.message + p]
+    if fixed >= 0:
+        _keep(fixed, wanted, sums[bit])
+    for t in range(1, bit):
+        turns[bit + t] = turns[t] | turns[bit]
+        for p in range(wanted):
+            sums[bit + t, p] = sums[t, p] + sums[bit, p]
+    return bit + full
+
+
+@njit(cache=True, fastmath=True)
+def _cover(full, factor, case, across, work):  # type: ignore[no-untyped-def]
+    """Fills `work.cover` with the least of each subset of readers, in whatever groups, for each
+    placement of the source.
+    """
+    # least[T, g] = min over p of costs[turns of T, g, p] + sums[T, p], T as one group
+    # cover[T, g] = min over G within T, with the first of T, of least[G, g] + cover[T - G, g]
+    given, wanted, least, cover = factor.given, factor.wanted, work.least, work.cover
+    for g in range(given):
+        cover[0, g] = 0.0
+    for t in range(1, full + 1):
+        table = _table(work.turns[t], factor, case)
+        _product(work.sums[t], wanted, across, table, given, least[t])
+        for g in range(given):
+            cover[t, g] = least[t, g]
+        low = t & -t
+        rest = t ^ low
+        part = rest
+        while part:
+            part = (part - 1) & rest
+            group, left = part | low, rest ^ part
+            for g in range(given):
+                cover[t, g] = min(cover[t, g], least[group, g] + cover[left, g])
+
+
+@njit(cache=True, fastmath=True)
+def _table(turn, factor, case):  # type: ignore[no-untyped-def]
+    """Where that of a group in these turns begins."""
+    own = turn - 1 if factor.turns > 1 else 0
+    return factor.table + (case * factor.turns + own) * factor.given * factor.wanted
+
+
+@njit(cache=True, fastmath=True)
+def _product(terms, rows, tables, begin, columns, out):  # type: ignore[no-untyped-def]
+    """out[c] = min over r of terms[r] + table[r, c]"""
+    for c in range(columns):
+        out[c] = FORBIDDEN
+    row = np.uint64(begin)  # of numbers that may be negative each would be looked at
+    for r in range(rows):
+        term = terms[r]
+        if term < 0.5 * FORBIDDEN:
+            for c in range(columns):
+                out[c] = min(out[c], term + tables[row + np.uint64(c)])
+        row += np.uint64(columns)
+
+
+@njit(cache=True, fastmath=True)
+def _keep(place, count, terms):  # type: ignore[no-untyped-def]
+    """Forbids all placements but this one."""
+    for p in range(count):
+        if p != place:
+            terms[p] = FORBIDDEN

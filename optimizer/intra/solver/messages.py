@@ -26,8 +26,10 @@ import numpy as np
 
 from pipedream.optimizer.intra.solver import passing
 from pipedream.optimizer.intra.solver.factors import (
+    FACTOR,
     FORBIDDEN,
     MOST_READERS,
+    SLOT,
     Factors,
     Slots,
     Variables,
@@ -41,17 +43,22 @@ _ALL = 1e6
 """Units of cost that all together take at most."""
 
 
+_ROUNDING = 1e-8
+"""Of a bound, in units."""
+
 _Index: TypeAlias = slice | Ints
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
     """Variables between which messages are passed, in their order, and the factors that these are
-    members of. `labels`, `messages`: where theirs are in arrays over all.
+    members of. `left`: of these factors those with a first member elsewhere: all others have sent
+    on all they know after a sweep. `labels`, `messages`: where theirs are in arrays over all.
     """
 
     variables: Ints
     factors: Ints
+    left: Ints
     labels: _Index
     messages: _Index
 
@@ -79,8 +86,8 @@ class Momentum:
 
     def end(self, messages: Messages) -> None:
         """Takes a sweep back that led too far."""
-        bound = messages._bound(self.part)
-        if bound < self.bound and self.last is not None and self.before is not None:
+        bound = messages._swept(self.part)
+        if bound < self.bound - _ROUNDING and self.last is not None and self.before is not None:
             messages.unary[self.part.labels], messages.messages[self.part.messages] = self.last
             self.steps, self.before = 0, None
             return
@@ -135,6 +142,11 @@ class Messages:
         own, joint = passing.bounds(part.variables, part.factors, *self._state)
         return float(own.sum() + joint.sum())
 
+    def _swept(self, part: Part) -> float:
+        """The bound after a sweep."""
+        own, joint = passing.bounds(part.variables, part.left, *self._state)
+        return float(own.sum() + joint.sum())
+
     def taken(self, labels: Ints, part: Part) -> float:
         """What these labels take, in the part that the bound is of; a little less where a value has
         several factors.
@@ -144,17 +156,21 @@ class Messages:
 
     @cached_property
     def whole(self) -> Part:
-        variables, factors = len(self.variables.first) - 1, len(self.factors.first) - 1
-        return Part(np.arange(variables), np.arange(factors), slice(None), slice(None))
+        variables, factors = len(self.variables.first) - 1, len(self.factors.heads) - 1
+        none = np.zeros(0, dtype=np.intp)
+        return Part(np.arange(variables), np.arange(factors), none, slice(None), slice(None))
 
     def part(self, variables: Ints) -> Part:
         """Of these variables."""
         chosen = np.sort(variables)
         labels, slots = self.variables.first, self.variables.first_slot
-        own = self.variables.slots[_ranges(slots[chosen], slots[chosen + 1])]
-        factors, first, ends = np.unique(self.slots.factor[own]), self.factors.first, self.slots
-        messages = _ranges(ends.message[first[factors]], ends.message[first[factors + 1]])
-        return Part(chosen, factors, _ranges(labels[chosen], labels[chosen + 1]), messages)
+        members = self.variables.slots[_ranges(slots[chosen], slots[chosen + 1])]
+        heads, first = self.slots.heads, self.factors.heads["first"]
+        factors, message = np.unique(heads["factor"][members]), heads["message"]
+        messages = _ranges(message[first[factors]], message[first[factors + 1]])
+        elsewhere = ~np.isin(self._first_member[factors], chosen)
+        own = _ranges(labels[chosen], labels[chosen + 1])
+        return Part(chosen, factors, factors[elsewhere], own, messages)
 
     def decided(self, variable: int, label: int) -> Messages:
         """Those of the problem in which the variable has this label, for a start these."""
@@ -174,7 +190,8 @@ class Messages:
 
     def members(self, factor: int) -> Ints:
         """The variables of a factor, its source first."""
-        return self._owner[self.factors.first[factor] : self.factors.first[factor + 1]]
+        first = self.factors.heads["first"]
+        return self._owner[first[factor] : first[factor + 1]]
 
     @cached_property
     def _owner(self) -> Ints:
@@ -183,6 +200,11 @@ class Messages:
         counts = np.diff(self.variables.first_slot)
         owner[self.variables.slots] = np.repeat(np.arange(len(counts)), counts)
         return owner
+
+    @cached_property
+    def _first_member(self) -> Ints:
+        """Of each factor."""
+        return np.minimum.reduceat(self._owner, self.factors.heads["first"][:-1])
 
     def labels(self, part: Part | None = None, others: Ints | None = None) -> Ints:
         """One label for each variable: in their order by what is known, then improved one by one
@@ -256,9 +278,9 @@ class Messages:
 
     def _ends(self, value: int) -> tuple[list[slice], list[slice]]:
         """Where messages of a value are: of its source in each factor, and of its readers."""
-        begin, sources, readers = self.slots.message, list[slice](), list[slice]()
+        begin, sources, readers = self.slots.heads["message"], list[slice](), list[slice]()
         for f in range(self.first_factor[value], self.first_factor[value + 1]):
-            first, end = self.factors.first[f], self.factors.first[f + 1]
+            first, end = self.factors.heads["first"][f : f + 2]
             sources.append(slice(begin[first], begin[first + 1]))
             readers += [slice(begin[k], begin[k + 1]) for k in range(first + 1, end)]
         return sources, readers
@@ -276,6 +298,7 @@ class _Builder:
         self.unit = max(_most(problem, price), 1e-30) / _ALL
         self.tables: dict[tuple[object, ...], tuple[int, ...]] = {}
         self.costs: list[Floats] = []
+        self.across: list[Floats] = []
         self.bases: list[Floats] = []
         self.offsets = [0, 0]
         self.members: list[int] = []
@@ -297,7 +320,7 @@ class _Builder:
             slots,
             self._factors(),
             self._unary(),
-            np.zeros(slots.message[-1]),
+            np.zeros(len(slots.usable)),
             _work(max(self.spans, default=1)),
             self.unit,
             self.price,
@@ -327,32 +350,30 @@ class _Builder:
 
     def _slots(self) -> Slots:
         variable, first = (np.array(each, dtype=np.intp) for each in (self.members, self.first))
-        message = _offsets(self.spans)
         factor = np.repeat(np.arange(len(first) - 1), np.diff(first))
         latest = np.maximum.reduceat(variable, first[:-1]) if self.heads else variable
         earliest = np.minimum.reduceat(variable, first[:-1]) if self.heads else variable
         counts = [float(value.count) for value in self.problem.values]
         weights = np.repeat(np.repeat(counts, np.diff(self.first_factor)), np.diff(first))
-        return Slots(
-            factor,
-            _offsets([len(each) for each in self.places])[:-1],
-            message,
-            np.array(self.turns, dtype=np.intp),
-            np.concatenate([np.zeros(0, dtype=np.intp), *self.places]).astype(np.intp),
-            np.zeros(message[-1], dtype=np.intp),
-            np.where(latest[factor] > variable, weights, 0.0),
-            np.where(earliest[factor] < variable, weights, 0.0),
-        )
+        heads = np.zeros(len(variable) + 1, dtype=SLOT)
+        heads["factor"][:-1] = factor
+        heads["turn"][:-1] = self.turns
+        heads["ahead"][:-1] = np.where(latest[factor] > variable, weights, 0.0)
+        heads["behind"][:-1] = np.where(earliest[factor] < variable, weights, 0.0)
+        heads["place"] = _offsets([len(each) for each in self.places])
+        heads["message"] = _offsets(self.spans)
+        places = np.concatenate([np.zeros(0, dtype=np.intp), *self.places]).astype(np.intp)
+        return Slots(heads, places, np.zeros(heads["message"][-1], dtype=np.intp))
 
     def _factors(self) -> Factors:
-        heads = np.array(self.heads, dtype=np.intp).reshape(-1, 6)
-        given, wanted, table, base, cases, kinds = heads.T
-        return Factors(
-            np.array(self.first, dtype=np.intp),
-            *(given, wanted, table, base, cases, kinds),
-            np.concatenate([*self.costs, [0.0]]),
-            np.concatenate([*self.bases, [0.0]]),
-        )
+        heads = np.zeros(len(self.first), dtype=FACTOR)
+        heads["first"] = self.first
+        own = np.array(self.heads, dtype=np.intp).reshape(-1, 6)
+        names = ("given", "wanted", "table", "base", "cases", "turns")
+        for name, numbers in zip(names, own.T, strict=True):
+            heads[name][:-1] = numbers
+        costs = (np.concatenate([*each, [0.0]]) for each in (self.costs, self.across, self.bases))
+        return Factors(heads, *costs)
 
     def _unary(self) -> Floats:
         seconds = np.concatenate([np.zeros(0), *self.problem.seconds])
@@ -375,7 +396,9 @@ class _Builder:
                 bases = np.zeros((1, len(value.seconds)))
             self.tables[key] = (*self.offsets, *costs.shape[:2])
             self.offsets = [self.offsets[0] + costs.size, self.offsets[1] + bases.size]
-            self.costs.append(np.minimum(costs / self.unit, FORBIDDEN).ravel())
+            costs = np.minimum(costs / self.unit, FORBIDDEN)
+            self.costs.append(costs.ravel())
+            self.across.append(costs.swapaxes(2, 3).ravel())
             self.bases.append(bases.ravel() / self.unit)
         return self.tables[key]
 
@@ -424,10 +447,6 @@ def _offsets(counts: Sequence[int] | Ints) -> Ints:
 
 def _work(placements: int) -> Work:
     subsets = 1 << MOST_READERS
-    return Work(
-        np.zeros((subsets, placements)),
-        np.zeros(subsets, dtype=np.intp),
-        np.zeros(subsets),
-        np.zeros(subsets),
-        np.zeros(placements),
-    )
+    sums, least, cover = (np.zeros((subsets, placements)) for _ in range(3))
+    terms, best, out = (np.zeros(placements) for _ in range(3))
+    return Work(sums, np.zeros(subsets, dtype=np.intp), least, cover, terms, best, out)

@@ -14,7 +14,7 @@ def begin(variables, slots, unary, messages):  # type: ignore[no-untyped-def]
     for v in range(len(variables.first) - 1):
         for k in range(variables.first_slot[v], variables.first_slot[v + 1]):
             slot = variables.slots[k]
-            place, message = slots.place[slot], slots.message[slot]
+            place, message = slots.heads[slot].place, slots.heads[slot].message
             for x in range(variables.first[v + 1] - variables.first[v]):
                 if unary[variables.first[v] + x] < FORBIDDEN:
                     slots.usable[message + slots.places[place + x]] = 1
@@ -29,7 +29,7 @@ def apply(variables, slots, unary, messages):  # type: ignore[no-untyped-def]
     for v in range(len(variables.first) - 1):
         for k in range(variables.first_slot[v], variables.first_slot[v + 1]):
             slot = variables.slots[k]
-            place, message = slots.place[slot], slots.message[slot]
+            place, message = slots.heads[slot].place, slots.heads[slot].message
             for x in range(variables.first[v + 1] - variables.first[v]):
                 unary[variables.first[v] + x] += messages[message + slots.places[place + x]]
 
@@ -40,19 +40,20 @@ def sweep(forward, part, variables, slots, factors, unary, messages, work):  # t
     members that come after it (or before it, backward), in equal parts for each value that they
     stand for.
     """
-    free = np.full(len(slots.factor), -1)
+    free = np.full(len(slots.heads) - 1, -1)
     for v in part if forward else part[::-1]:
         own = unary[variables.first[v] : variables.first[v + 1]]
         begin, end = variables.first_slot[v], variables.first_slot[v + 1]
         ahead, behind = 0.0, 0.0
         for slot in variables.slots[begin:end]:
-            ahead += slots.ahead[slot]
-            behind += slots.behind[slot]
-            size = minima(slot, slots, factors, messages, free, work)
-            _move(slot, size, 1.0, own, slots, messages, work.out)
+            ahead += slots.heads[slot].ahead
+            behind += slots.heads[slot].behind
+            if forward or slots.heads[slot].ahead > 0.0:  # else none was asked since
+                size = minima(slot, slots, factors, messages, free, work)
+                _move(slot, size, 1.0, own, slots, messages, work.out)
         before, share = own - own.min(), 1.0 / max(1.0, ahead, behind)
         for slot in variables.slots[begin:end]:
-            weight = slots.ahead[slot] if forward else slots.behind[slot]
+            weight = slots.heads[slot].ahead if forward else slots.heads[slot].behind
             if weight > 0.0:
                 size = _project(slot, before, slots, factors, work.out)
                 _move(slot, size, -share * weight, own, slots, messages, work.out)
@@ -61,10 +62,10 @@ def sweep(forward, part, variables, slots, factors, unary, messages, work):  # t
 @njit(cache=True)
 def _project(slot, unary, slots, factors, out):  # type: ignore[no-untyped-def]
     """Fills `out` with the least unary cost of each placement; returns how many these are."""
-    f = slots.factor[slot]
-    size = factors.given[f] if slot == factors.first[f] else factors.wanted[f]
+    factor = factors.heads[slots.heads[slot].factor]
+    size = factor.given if slot == factor.first else factor.wanted
     out[:size] = NOTHING
-    places = slots.places[slots.place[slot] : slots.place[slot] + len(unary)]
+    places = slots.places[slots.heads[slot].place : slots.heads[slot].place + len(unary)]
     for x in range(len(unary)):
         out[places[x]] = min(out[places[x]], unary[x])
     return size
@@ -76,11 +77,11 @@ def _move(slot, size, share, unary, slots, messages, amounts):  # type: ignore[n
 
     Labels that are ruled out stay so: beside 1e12 a sum would lose what decides between others.
     """
-    message = slots.message[slot]
+    message = slots.heads[slot].message
     for p in range(size):
         if slots.usable[message + p]:
             messages[message + p] += share * amounts[p]
-    places = slots.places[slots.place[slot] : slots.place[slot] + len(unary)]
+    places = slots.places[slots.heads[slot].place : slots.heads[slot].place + len(unary)]
     for x in range(len(unary)):
         moved = share * amounts[places[x]]
         unary[x] += moved if unary[x] < FORBIDDEN else 0.0
@@ -89,11 +90,11 @@ def _move(slot, size, share, unary, slots, messages, amounts):  # type: ignore[n
 @njit(cache=True)
 def _fixed(labels, variables, slots):  # type: ignore[no-untyped-def]
     """The placement of each slot with these labels; -1 for those of a variable with label -1."""
-    fixed = np.full(len(slots.factor), -1)
+    fixed = np.full(len(slots.heads) - 1, -1)
     for v in range(len(labels)):
         if labels[v] >= 0:
             for slot in variables.slots[variables.first_slot[v] : variables.first_slot[v + 1]]:
-                fixed[slot] = slots.places[slots.place[slot] + labels[v]]
+                fixed[slot] = slots.places[slots.heads[slot].place + labels[v]]
     return fixed
 
 
@@ -105,7 +106,7 @@ def costs(labels, part, near, variables, slots, factors, unary, messages, work):
     for k, v in enumerate(part):
         own[k] = unary[variables.first[v] + labels[v]]
     for k, f in enumerate(near):
-        source = factors.first[f]
+        source = factors.heads[f].first
         minima(source, slots, factors, messages, fixed, work)
         joint[k] = work.out[fixed[source]]
     return own, joint
@@ -114,12 +115,12 @@ def costs(labels, part, near, variables, slots, factors, unary, messages, work):
 @njit(cache=True)
 def bounds(part, near, variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
     """The least that labels take, of each variable of the part and each factor near it."""
-    free = np.full(len(slots.factor), -1)
+    free = np.full(len(slots.heads) - 1, -1)
     own, joint = np.zeros(len(part)), np.zeros(len(near))
     for k, v in enumerate(part):
         own[k] = unary[variables.first[v] : variables.first[v + 1]].min()
     for k, f in enumerate(near):
-        size = minima(factors.first[f], slots, factors, messages, free, work)
+        size = minima(factors.heads[f].first, slots, factors, messages, free, work)
         joint[k] = work.out[:size].min()
     return own, joint
 
@@ -133,18 +134,18 @@ def decide(v, label, variables, slots, unary, messages):  # type: ignore[no-unty
             unary[x] = FORBIDDEN
     for k in range(variables.first_slot[v], variables.first_slot[v + 1]):
         slot = variables.slots[k]
-        chosen = slots.places[slots.place[slot] + label]
+        chosen = slots.places[slots.heads[slot].place + label]
         for x in range(end - begin):
-            place = slots.places[slots.place[slot] + x]
+            place = slots.places[slots.heads[slot].place + x]
             if place != chosen:
-                slots.usable[slots.message[slot] + place] = 0
-                messages[slots.message[slot] + place] = -FORBIDDEN
+                slots.usable[slots.heads[slot].message + place] = 0
+                messages[slots.heads[slot].message + place] = -FORBIDDEN
 
 
 @njit(cache=True)
 def least(total, variables, slots, factors, unary, messages, work):  # type: ignore[no-untyped-def]
     """For each label, where `total` is the bound of all."""
-    free, least = np.full(len(slots.factor), -1), np.zeros(len(unary))
+    free, least = np.full(len(slots.heads) - 1, -1), np.zeros(len(unary))
     for v in range(len(variables.first) - 1):
         begin, end = variables.first[v], variables.first[v + 1]
         least[begin:end] = unary[begin:end]
@@ -154,7 +155,7 @@ def least(total, variables, slots, factors, unary, messages, work):  # type: ign
             size = minima(slot, slots, factors, messages, free, work)
             known += work.out[:size].min()
             for x in range(end - begin):
-                least[begin + x] += work.out[slots.places[slots.place[slot] + x]]
+                least[begin + x] += work.out[slots.places[slots.heads[slot].place + x]]
         for x in range(begin, end):
             least[x] += total - known
     return least
@@ -177,17 +178,17 @@ def label(given, part, variables, slots, factors, unary, messages, work):  # typ
                 slot = variables.slots[k]
                 minima(slot, slots, factors, messages, fixed, work)
                 for x in range(labels):
-                    costs[x] += work.out[slots.places[slots.place[slot] + x]]
+                    costs[x] += work.out[slots.places[slots.heads[slot].place + x]]
             best = chosen[v] if improving else 0
             for x in range(labels):
-                if costs[x] < costs[best] - 1e-9 * abs(costs[best]):
+                if costs[x] < costs[best] - 1e-9 * max(1.0, abs(costs[best])):
                     best = x
             if improving and best != chosen[v]:
                 changes += 1
             chosen[v] = best
             for k in range(variables.first_slot[v], variables.first_slot[v + 1]):
                 slot = variables.slots[k]
-                fixed[slot] = slots.places[slots.place[slot] + best]
+                fixed[slot] = slots.places[slots.heads[slot].place + best]
         if improving and not changes:
             break
     return chosen

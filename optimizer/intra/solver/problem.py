@@ -123,7 +123,11 @@ class Problem:
             wanted = [
                 own[labels[reader]] for reader, own in zip(value.readers, value.wanted, strict=True)
             ]
-            moved, kept = value.cost(value.given[labels[value.source]], wanted)
+            given = value.given[labels[value.source]]
+            if len(wanted) == 1 and not value.keeps:  # as most: without arrays of one element each
+                seconds.append(float(value.seconds[given, wanted[0]]))
+                continue
+            moved, kept = value.cost(given, wanted)
             seconds.append(float(moved))
             held.append(float(kept))
         return Amounts(sum(seconds), sum(held))
