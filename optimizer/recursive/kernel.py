@@ -31,7 +31,8 @@ from pipedream.optimizer.recursive.graph import (
 from pipedream.optimizer.recursive.options import SUM, WHOLE, Floats, Ints, OptionArrays
 
 Counts: TypeAlias = NDArray[np.int32]
-_KEYS = 6
+Keys: TypeAlias = tuple[float, float, float, float, float, float]
+_NO_KEYS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 _CLOSE, _FAR = 1e-9, 1 + 1e-6
 assert (OUTPUT, INPUT_GRADIENT, PARAMETER_GRADIENT, WHOLE, SUM) == (0, 1, 2, 0, 1)
 
@@ -67,14 +68,14 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
     chosen = np.full(len(rows), -1, np.int64)
     devices, codes_count = moves.devices, len(moves.fixed)
     wanted = np.zeros((len(graph.producers), codes_count + 1), np.int32)
+    given, placed = _given(graph, options, rows), np.full(len(graph.producers), -1, np.int64)
     for node in range(len(rows)):
         if options.first[rows[node]] + 1 == options.first[rows[node] + 1]:
             chosen[node] = options.first[rows[node]]
             _count(graph, options, wanted, node, chosen[node], 1)
+            _place(graph, options, placed, node, chosen[node])
     slots = np.max(np.diff(graph.reads.begin)) + np.max(np.diff(graph.results.begin))
-    minibatch = np.zeros((slots, codes_count))
-    update = np.zeros((slots, codes_count))
-    best, keys = np.zeros(_KEYS), np.zeros(_KEYS)
+    costs = np.zeros((2, slots, codes_count))  # in each minibatch, in each update
     places, own_sums, sums = _family_sums(graph, options, rows, moves, chosen)
     index_of = np.full(len(sums), -2, np.int64)
     family_seconds, share = np.zeros(len(sums)), 1.0
@@ -82,69 +83,78 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
         if graph.family[node] >= 0:
             family_seconds[graph.family[node]] += seconds[node]
     stale = np.zeros(len(rows), np.bool_)
+    # whatever is taken out of a tuple is counted: here once, not for each node
     codes_at, codes, bytes_at = options.codes_at, options.codes, options.bytes_at
     bytes_, summed, divides = options.bytes, options.summed, options.divides
+    first_option = options.first
+    per_byte, fixed = moves.per_byte, moves.fixed
+    reads_begin, results_begin = graph.reads.begin, graph.results.begin
+    near_begin, near, families, heavy = (
+        graph.near.begin,
+        graph.near.items,
+        graph.family,
+        graph.heavy,
+    )
     for sweep in range(sweeps + 1):
-        for node in order:
+        for position in range(len(order)):
+            node = order[position]
             row = rows[node]
-            first, end = options.first[row], options.first[row + 1]
+            first, end = first_option[row], first_option[row + 1]
             if end - first == 1 or (sweep > 0 and not stale[node]):
                 continue
             stale[node] = False
             if sweep > 0:
                 _count(graph, options, wanted, node, chosen[node], -1)
-            _read_costs(graph, options, rows, moves, chosen, wanted, node, minibatch)
-            _result_costs(graph, options, rows, moves, chosen, wanted, node, minibatch, update)
-            reads = graph.reads.begin[node + 1] - graph.reads.begin[node]
-            results = graph.results.begin[node + 1] - graph.results.begin[node]
-            before, chosen[node], best_work = chosen[node], -1, 0.0
-            family = graph.family[node] if sweep == 0 else -1
+            at = bytes_at[row]
+            _read_costs(graph, options, moves, placed, given, wanted, node, at, costs)
+            _result_costs(graph, options, moves, placed, wanted, node, at, costs)
+            reads = reads_begin[node + 1] - reads_begin[node]
+            results = results_begin[node + 1] - results_begin[node]
+            before, chosen[node], best_work, best = chosen[node], -1, 0.0, _NO_KEYS
+            family = families[node] if sweep == 0 else -1
             if family >= 0:
-                sums[family] -= own_sums[graph.heavy[node]]
+                sums[family] -= own_sums[heavy[node]]
                 share = seconds[node] / family_seconds[family] if seconds[node] > 0.0 else 1.0
             for option in range(first, end):
-                often, once, held = _seconds(moves, SUM, WHOLE, summed[option]), 0.0, 0.0
+                often, once, held = _seconds(per_byte, fixed, SUM, WHOLE, summed[option]), 0.0, 0.0
                 for slot in range(reads + results):
                     code = codes[codes_at[option] + slot]
-                    often += minibatch[slot, code]
+                    often += costs[0, slot, code]
                     if slot >= reads:
-                        once += update[slot, code]
-                        own = bytes_[bytes_at[row] + slot]
+                        once += costs[1, slot, code]
+                        own = bytes_[at + slot]
                         held += own / devices if code > SUM else own
                 sent = often + once / moves.minibatches
                 other = 0.0
                 if family >= 0:
-                    place = places[graph.heavy[node], option - first]
+                    place = places[heavy[node], option - first]
                     if index_of[family] < -1:
                         sent += share * sums[family, place] if place >= 0 else 0.0
                     else:
                         other = 0.0 if place == index_of[family] else 1.0
                 work = seconds[node] / devices if divides[option] else seconds[node]
-                keys[0] = 1.0 if must[node] and not divides[option] else 0.0
-                keys[1] = sent + work
-                if chosen[node] >= 0 and keys[0] >= best[0] and keys[1] > best[1] * _FAR:
+                undone = 1.0 if must[node] and not divides[option] else 0.0
+                if chosen[node] >= 0 and undone >= best[0] and sent + work > best[1] * _FAR:
                     continue
-                keys[2] = other
-                keys[3] = often
-                keys[4] = 0.0 if divides[option] else 1.0
-                keys[5] = held
+                whole = 0.0 if divides[option] else 1.0
+                keys = undone, sent + work, other, often, whole, held
                 better = chosen[node] < 0 or _less(keys, best)
                 if better or (option == before and not _less(best, keys)):
-                    chosen[node], best_work = option, work
-                    best[:] = keys
+                    chosen[node], best_work, best = option, work, keys
             _count(graph, options, wanted, node, chosen[node], 1)
+            _place(graph, options, placed, node, chosen[node])
             if family >= 0 and index_of[family] < -1:
-                index_of[family] = places[graph.heavy[node], chosen[node] - first]
+                index_of[family] = places[heavy[node], chosen[node] - first]
             if chosen[node] != before and (sweep > 0 or best[1] > best_work):
-                for k in range(graph.near.begin[node], graph.near.begin[node + 1]):
-                    stale[graph.near.items[k]] = True
+                for k in range(near_begin[node], near_begin[node + 1]):
+                    stale[near[k]] = True
     if np.any(must):
         return chosen
-    whole = options.first[rows]
-    worse = _total(graph, options, rows, moves, whole, seconds) <= _total(
+    undivided = options.first[rows]
+    worse = _total(graph, options, rows, moves, undivided, seconds) <= _total(
         graph, options, rows, moves, chosen, seconds
     )
-    return whole if worse else chosen
+    return undivided if worse else chosen
 
 
 @njit(cache=True)
@@ -157,38 +167,37 @@ def _total(
     seconds: Floats,
 ) -> float:
     """Returns the seconds of all that is done under these options, sums of updates by minibatch."""
-    wanted = np.zeros((len(graph.producers), len(moves.fixed) + 1), np.int32)
-    total = 0.0
+    per_byte, fixed, divides, summed = moves.per_byte, moves.fixed, options.divides, options.summed
+    wanted = np.zeros((len(graph.producers), len(fixed) + 1), np.int32)
+    given, placed = _given(graph, options, rows), np.full(len(graph.producers), -1, np.int64)
+    written, ends, total = graph.written, graph.ends.begin, 0.0
     for node in range(len(rows)):
-        _count(graph, options, wanted, node, chosen[node], 1)
-        divided = options.divides[chosen[node]]
-        total += seconds[node] / moves.devices if divided else seconds[node]
-        total += _seconds(moves, SUM, WHOLE, options.summed[chosen[node]])
-    minibatch, update = np.zeros((1, len(moves.fixed))), np.zeros((1, len(moves.fixed)))
-    for value in range(len(graph.producers)):
-        source = _placed(graph, options, chosen, value)
-        maker = graph.producers[value]
-        own = options.bytes[options.bytes_at[rows[maker]] + graph.slots[value]]
-        left = wanted[value, -1]
-        for target in range(len(moves.fixed)):
+        option = chosen[node]
+        _count(graph, options, wanted, node, option, 1)
+        _place(graph, options, placed, node, option)
+        total += seconds[node] / moves.devices if divides[option] else seconds[node]
+        total += _seconds(per_byte, fixed, SUM, WHOLE, summed[option])
+    for value in range(len(placed)):
+        source, own, left = placed[value], given[value], wanted[value, -1]
+        for target in range(len(fixed)):
             if not left:
                 break
             left -= wanted[value, target]
             if wanted[value, target]:
-                moved = graph.written[value] and source != target
-                total += np.inf if moved else _seconds(moves, source, target, own)
-        for e in range(graph.ends.begin[value], graph.ends.begin[value + 1]):
+                moved = written[value] and source != target
+                total += np.inf if moved else _seconds(per_byte, fixed, source, target, own)
+        for e in range(ends[value], ends[value + 1]):
             kind, partner = graph.ends.items[e], graph.partners[e]
-            target = _placed(graph, options, chosen, partner) if partner >= 0 else -1
-            minibatch[0, source] = update[0, source] = 0.0
-            _add_end(moves, own, kind, source, target, minibatch, update, 0, source)
-            total += minibatch[0, source] + update[0, source] / moves.minibatches
+            target = placed[partner] if partner >= 0 else -1
+            before, after, is_late = _end(kind, source, target)
+            cost = _seconds(per_byte, fixed, before, after, own)
+            total += cost / moves.minibatches if is_late else cost
     return total
 
 
 @njit(cache=True)
-def _less(keys: Floats, best: Floats) -> bool:
-    for k in range(_KEYS):
+def _less(keys: Keys, best: Keys) -> bool:
+    for k in range(len(keys)):
         if keys[k] == best[k]:
             continue
         largest = max(abs(keys[k]), abs(best[k]))
@@ -197,152 +206,167 @@ def _less(keys: Floats, best: Floats) -> bool:
     return False
 
 
-@njit(inline="always")
+@njit(cache=True)
 def _count(
     graph: GraphArrays, options: OptionArrays, wanted: Counts, node: int, option: int, change: int
 ) -> None:
     """Counts by value and code the decided readers that want it so, and in the end all of them."""
-    first = graph.reads.begin[node]
-    for k in range(first, graph.reads.begin[node + 1]):
-        code = options.codes[options.codes_at[option] + k - first]
-        wanted[graph.reads.items[k], code] += change
-        wanted[graph.reads.items[k], -1] += change
+    begin, items, codes = graph.reads.begin, graph.reads.items, options.codes
+    first, at = begin[node], options.codes_at[option]
+    for k in range(first, begin[node + 1]):
+        code = codes[at + k - first]
+        wanted[items[k], code] += change
+        wanted[items[k], -1] += change
 
 
-@njit(inline="always")
-def _placed(graph: GraphArrays, options: OptionArrays, chosen: Ints, value: int) -> int:
-    """Returns the code of the value where its node gives it; -1 while that is open."""
-    option = chosen[graph.producers[value]]
-    return -1 if option < 0 else options.codes[options.codes_at[option] + graph.slots[value]]
+@njit(cache=True)
+def _place(graph: GraphArrays, options: OptionArrays, placed: Ints, node: int, option: int) -> None:
+    """Sets by value the code in which the node gives it."""
+    begin, items, codes = graph.results.begin, graph.results.items, options.codes
+    first = begin[node]
+    at = options.codes_at[option] + graph.reads.begin[node + 1] - graph.reads.begin[node]
+    for k in range(first, begin[node + 1]):
+        if items[k] >= 0:
+            placed[items[k]] = codes[at + k - first]
 
 
-@njit(inline="always")
+@njit(cache=True)
+def _given(graph: GraphArrays, options: OptionArrays, rows: Ints) -> Floats:
+    """Returns by value the bytes that a device has where it is given, before this axis."""
+    given = np.zeros(len(graph.producers))
+    for value in range(len(given)):
+        given[value] = options.bytes[
+            options.bytes_at[rows[graph.producers[value]]] + graph.slots[value]
+        ]
+    return given
+
+
+@njit(cache=True)
 def _read_costs(
     graph: GraphArrays,
     options: OptionArrays,
-    rows: Ints,
     moves: Moves,
-    chosen: Ints,
+    placed: Ints,
+    given: Floats,
     wanted: Counts,
     node: int,
+    at: int,
     costs: Floats,
 ) -> None:
-    """Sets the seconds that bring what the node reads to each placement."""
-    first = graph.reads.begin[node]
-    for k in range(first, graph.reads.begin[node + 1]):
-        value, slot = graph.reads.items[k], k - first
-        source = _placed(graph, options, chosen, value)
-        place = options.bytes_at[rows[node]] + slot
-        begin, end = options.first_code[place], options.first_code[place + 1]
-        for c in range(begin, end):  # views of arrays would be counted, in each loop
-            costs[slot, options.slot_codes[c]] = 0.0
-        if source < 0:
-            continue
-        maker = options.bytes_at[rows[graph.producers[value]]] + graph.slots[value]
-        own = min(options.bytes[place], options.bytes[maker])
-        for c in range(begin, end):
-            code = options.slot_codes[c]
-            if graph.written[value] and code != source:
-                costs[slot, code] = np.inf
+    """Sets the seconds that bring what the node reads to each placement. `placed`, `given`,
+    `wanted`: of each value the code in which it is given, -1 while that is open, its bytes there,
+    and by code how many of the decided readers want it so. `at`: where the node's bytes are.
+    """
+    begin, items, written = graph.reads.begin, graph.reads.items, graph.written
+    first_code, slot_codes, bytes_ = options.first_code, options.slot_codes, options.bytes
+    per_byte, fixed = moves.per_byte, moves.fixed
+    first = begin[node]
+    for k in range(first, begin[node + 1]):
+        value, slot = items[k], k - first
+        source, place = placed[value], at + slot
+        own = min(bytes_[place], given[value])
+        for c in range(first_code[place], first_code[place + 1]):
+            code = slot_codes[c]
+            costs[0, slot, code] = 0.0
+            if source < 0:
+                continue
+            if written[value] and code != source:
+                costs[0, slot, code] = np.inf
             elif not wanted[value, code]:
-                costs[slot, code] = _seconds(moves, source, code, own)
+                costs[0, slot, code] = _seconds(per_byte, fixed, source, code, own)
 
 
-@njit(inline="always")
+@njit(cache=True, error_model="numpy")  # what may raise counts references to all it is given
 def _result_costs(  # noqa: C901
     graph: GraphArrays,
     options: OptionArrays,
-    rows: Ints,
     moves: Moves,
-    chosen: Ints,
+    placed: Ints,
     wanted: Counts,
     node: int,
-    minibatch: Floats,
-    update: Floats,
+    at: int,
+    costs: Floats,
 ) -> None:
     """Sets the seconds that bring what the node gives, in each placement, to the decided readers
     and to where it ends, and its gradients to where it is: in each minibatch, and in each update.
     """
-    first = graph.results.begin[node]
+    begins, items, written = graph.results.begin, graph.results.items, graph.written
+    ends, gradients, late = graph.ends.begin, graph.gradients.begin, graph.late
+    first_code, slot_codes, bytes_ = options.first_code, options.slot_codes, options.bytes
+    per_byte, fixed = moves.per_byte, moves.fixed
+    first = begins[node]
     reads = graph.reads.begin[node + 1] - graph.reads.begin[node]
-    for k in range(first, graph.results.begin[node + 1]):
-        value, slot, asked = graph.results.items[k], reads + k - first, False
-        place = options.bytes_at[rows[node]] + slot
-        begin, end = options.first_code[place], options.first_code[place + 1]
-        own = options.bytes[place]
+    for k in range(first, begins[node + 1]):
+        value, slot, asked = items[k], reads + k - first, False
+        begin, end = first_code[at + slot], first_code[at + slot + 1]
+        own = bytes_[at + slot]
         for c in range(begin, end):
-            code = options.slot_codes[c]
-            minibatch[slot, code] = update[slot, code] = 0.0
+            code = slot_codes[c]
+            costs[0, slot, code] = costs[1, slot, code] = 0.0
         if value < 0:
             continue
         left = wanted[value, -1]
-        for target in range(len(moves.fixed)):
+        for target in range(len(fixed)):
             if not left:
                 break
             left -= wanted[value, target]
             if wanted[value, target]:
                 asked = asked or target != SUM
                 for c in range(begin, end):
-                    code = options.slot_codes[c]
-                    moved = graph.written[value] and code != target
-                    cost = np.inf if moved else _seconds(moves, code, target, own)
-                    minibatch[slot, code] += cost
-        for e in range(graph.ends.begin[value], graph.ends.begin[value + 1]):
+                    code = slot_codes[c]
+                    moved = written[value] and code != target
+                    cost = np.inf if moved else _seconds(per_byte, fixed, code, target, own)
+                    costs[0, slot, code] += cost
+        for e in range(ends[value], ends[value + 1]):
             kind, partner, asked = graph.ends.items[e], graph.partners[e], True
-            target = _placed(graph, options, chosen, partner) if partner >= 0 else -1
+            target = placed[partner] if partner >= 0 else -1
             for c in range(begin, end):
-                code = options.slot_codes[c]
-                _add_end(moves, own, kind, code, target, minibatch, update, slot, code)
-        for e in range(graph.gradients.begin[value], graph.gradients.begin[value + 1]):
-            source = _placed(graph, options, chosen, graph.gradients.items[e])
+                code = slot_codes[c]
+                before, after, is_late = _end(kind, code, target)
+                costs[int(is_late), slot, code] += _seconds(per_byte, fixed, before, after, own)
+        for e in range(gradients[value], gradients[value + 1]):
+            source, kind = placed[graph.gradients.items[e]], graph.gradient_kinds[e]
             if source >= 0:
                 for c in range(begin, end):
-                    code = options.slot_codes[c]
-                    kind = graph.gradient_kinds[e]
-                    _add_end(moves, own, kind, source, code, minibatch, update, slot, code)
+                    code = slot_codes[c]
+                    before, after, is_late = _end(kind, source, code)
+                    costs[int(is_late), slot, code] += _seconds(per_byte, fixed, before, after, own)
         if not asked:
-            partner, kind, target = graph.late[value], OUTPUT, WHOLE
+            partner, kind, target = late[value], OUTPUT, WHOLE
             if partner >= 0:
-                kind, target = PARAMETER_GRADIENT, _placed(graph, options, chosen, partner)
+                kind, target = PARAMETER_GRADIENT, placed[partner]
             for c in range(begin, end):
-                code = options.slot_codes[c]
+                code = slot_codes[c]
                 if code == SUM or (partner >= 0 and target == WHOLE):
-                    _add_end(moves, own, kind, code, target, minibatch, update, slot, code)
+                    before, after, is_late = _end(kind, code, target)
+                    costs[int(is_late), slot, code] += _seconds(per_byte, fixed, before, after, own)
                 elif partner >= 0 and code > SUM and target > SUM:
                     index = graph.indices[value, options.dims[code]]
                     if index != graph.indices[partner, options.dims[target]]:
-                        moved = _seconds(moves, SUM, target, own / moves.devices)
-                        minibatch[slot, code] += moved
+                        size = own / moves.devices
+                        costs[0, slot, code] += _seconds(per_byte, fixed, SUM, target, size)
 
 
 @njit(cache=True)
-def _add_end(
-    moves: Moves,
-    own: float,
-    kind: int,
-    source: int,
-    target: int,
-    minibatch: Floats,
-    update: Floats,
-    slot: int,
-    code: int,
-) -> None:
-    """Adds what brings an output to where it ends, as `sharding.assignment.output_target`.
-    `target`: of the parameter or input whose gradient it is; -1 while that is open.
+def _end(kind: int, source: int, target: int) -> tuple[int, int, bool]:
+    """Returns from which code to which an output is brought to where it ends, as
+    `sharding.assignment.output_target`, and whether that is once per update. `target`: of the
+    parameter or input whose gradient it is; -1 while that is open, and then in what is returned.
     """
     if kind == OUTPUT:
-        minibatch[slot, code] += _seconds(moves, source, WHOLE, own)
-    elif kind == PARAMETER_GRADIENT and source == SUM and target <= WHOLE:
-        update[slot, code] += _seconds(moves, SUM, WHOLE, own)
-    elif target >= 0:
-        minibatch[slot, code] += _seconds(moves, source, target, own)
+        return source, WHOLE, False
+    if kind == PARAMETER_GRADIENT and source == SUM and target <= WHOLE:
+        return SUM, WHOLE, True
+    return source, target, False
 
 
 @njit(inline="always")
-def _seconds(moves: Moves, source: int, target: int, size: float) -> float:
-    """Of a tensor of so many bytes."""
-    seconds: float = moves.per_byte[source, target] * size
-    return seconds + moves.fixed[source, target] if size else 0.0
+def _seconds(per_byte: Floats, fixed: Floats, source: int, target: int, size: float) -> float:
+    """Of a tensor of so many bytes; none where it is open to which code it is brought."""
+    if target < 0 or not size:
+        return 0.0
+    seconds: float = per_byte[source, target] * size
+    return seconds + fixed[source, target]
 
 
 @njit(cache=True)
@@ -380,7 +404,7 @@ def _family_sums(
                 if slot >= reads and code == SUM:
                     size = options.bytes[options.bytes_at[rows[node]] + slot]
                     wait = moves.minibatches if value >= 0 and graph.late[value] >= 0 else 1.0
-                    summed += _seconds(moves, SUM, WHOLE, size) / wait
+                    summed += _seconds(moves.per_byte, moves.fixed, SUM, WHOLE, size) / wait
             places[number, option - first] = place
             if place >= 0:
                 least[place] = min(least[place], summed)

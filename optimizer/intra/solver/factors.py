@@ -74,15 +74,14 @@ class Factors(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Arrays for use within a function: over subsets of readers and placements of these (`sums`)
-    or of the source (`least`, `cover`), or over placements.
+    """Arrays for use within a function: over subsets of readers and placements of these (`sums`,
+    `best`) or of the source (`least`, `cover`); `turns` over subsets, `out` over placements.
     """
 
     sums: Floats
     turns: Ints
     least: Floats
     cover: Floats
-    terms: Floats
     best: Floats
     out: Floats
 
@@ -126,17 +125,17 @@ def _reader(turn, full, factor, case, costs, base, source, place, work):  # type
     """
     # out[p] = min over t within T of sums[t, p] +
     #          min over g of base[g] - source[g] + cover[T - t, g] + costs[turns of t, g, p]
-    given, wanted, terms, best, out = factor.given, factor.wanted, work.terms, work.best, work.out
+    given, wanted, terms, best, out = factor.given, factor.wanted, work.least, work.best, work.out
     sums, cover = work.sums, work.cover
     for t in range(full + 1):
         for g in range(given):
-            terms[g] = base[g] - source[g] + cover[full ^ t, g]
+            terms[t, g] = base[g] - source[g] + cover[full ^ t, g]
         if place >= 0:
-            _keep(place, given, terms)
+            _keep(place, given, terms, t)
         table = _table(turn | work.turns[t], factor, case)
-        _product(terms, given, costs, table, wanted, best)
+        _product(terms, t, given, costs, table, wanted, best)
         for p in range(wanted):
-            out[p] = min(out[p], sums[t, p] + best[p])
+            out[p] = min(out[p], sums[t, p] + best[t, p])
 
 
 @njit(cache=True, fastmath=True)
@@ -153,7 +152,7 @@ def _gather(full, member, wanted, messages, fixed, sums, turns):  # type: ignore
     for p in range(wanted):
         sums[bit, p] = -messages[member.message + p]
     if fixed >= 0:
-        _keep(fixed, wanted, sums[bit])
+        _keep(fixed, wanted, sums, bit)
     for t in range(1, bit):
         turns[bit + t] = turns[t] | turns[bit]
         for p in range(wanted):
@@ -173,7 +172,7 @@ def _cover(full, factor, case, across, work):  # type: ignore[no-untyped-def]
         cover[0, g] = 0.0
     for t in range(1, full + 1):
         table = _table(work.turns[t], factor, case)
-        _product(work.sums[t], wanted, across, table, given, least[t])
+        _product(work.sums, t, wanted, across, table, given, least)
         for g in range(given):
             cover[t, g] = least[t, g]
         low = t & -t
@@ -194,22 +193,22 @@ def _table(turn, factor, case):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, fastmath=True)
-def _product(terms, rows, tables, begin, columns, out):  # type: ignore[no-untyped-def]
-    """out[c] = min over r of terms[r] + table[r, c]"""
+def _product(terms, t, rows, tables, begin, columns, out):  # type: ignore[no-untyped-def]
+    """out[t, c] = min over r of terms[t, r] + table[r, c]"""
     for c in range(columns):
-        out[c] = FORBIDDEN
+        out[t, c] = FORBIDDEN
     row = np.uint64(begin)  # of numbers that may be negative each would be looked at
     for r in range(rows):
-        term = terms[r]
+        term = terms[t, r]
         if term < 0.5 * FORBIDDEN:
             for c in range(columns):
-                out[c] = min(out[c], term + tables[row + np.uint64(c)])
+                out[t, c] = min(out[t, c], term + tables[row + np.uint64(c)])
         row += np.uint64(columns)
 
 
 @njit(cache=True, fastmath=True)
-def _keep(place, count, terms):  # type: ignore[no-untyped-def]
+def _keep(place, count, terms, t):  # type: ignore[no-untyped-def]
     """Forbids all placements but this one."""
     for p in range(count):
         if p != place:
-            terms[p] = FORBIDDEN
+            terms[t, p] = FORBIDDEN

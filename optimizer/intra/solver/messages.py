@@ -447,6 +447,6 @@ def _offsets(counts: Sequence[int] | Ints) -> Ints:
 
 def _work(placements: int) -> Work:
     subsets = 1 << MOST_READERS
-    sums, least, cover = (np.zeros((subsets, placements)) for _ in range(3))
-    terms, best, out = (np.zeros(placements) for _ in range(3))
-    return Work(sums, np.zeros(subsets, dtype=np.intp), least, cover, terms, best, out)
+    sums, least, cover, best = (np.zeros((subsets, placements)) for _ in range(4))
+    turns, out = np.zeros(subsets, dtype=np.intp), np.zeros(placements)
+    return Work(sums, turns, least, cover, best, out)
