@@ -365,8 +365,8 @@ def _seconds(per_byte: Floats, fixed: Floats, source: int, target: int, size: fl
     """Of a tensor of so many bytes; none where it is open to which code it is brought."""
     if target < 0 or not size:
         return 0.0
-    seconds: float = per_byte[source, target] * size
-    return seconds + fixed[source, target]
+    seconds: float = per_byte[source, target] * size + fixed[source, target]
+    return seconds
 
 
 @njit(cache=True)
