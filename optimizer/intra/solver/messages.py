@@ -25,26 +25,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pipedream.optimizer.intra.solver import passing
-from pipedream.optimizer.intra.solver.factors import (
-    FACTOR,
-    FORBIDDEN,
-    MOST_READERS,
-    SLOT,
-    Factors,
-    Slots,
-    Variables,
-    Work,
-)
+from pipedream.optimizer.intra.solver.building import blocks, build
+from pipedream.optimizer.intra.solver.factors import Factors, Slots, Variables, Work
 from pipedream.optimizer.intra.solver.joining import Joined
 from pipedream.optimizer.intra.solver.narrowing import Narrowed
-from pipedream.optimizer.intra.solver.problem import TIE, Floats, Ints, Problem, Value
-
-_ALL = 1e6
-"""Units of cost that all together take at most."""
-
+from pipedream.optimizer.intra.solver.problem import TIE, Floats, Ints, Problem
 
 _ROUNDING = 1e-8
-"""Of a bound, in units."""
+"""Of a bound, in units: what falls by less has not fallen."""
 
 _Index: TypeAlias = slice | Ints
 
@@ -52,13 +40,11 @@ _Index: TypeAlias = slice | Ints
 @dataclass(frozen=True, eq=False)
 class Part:
     """Variables between which messages are passed, in their order, and the factors that these are
-    members of. `left`: of these factors those with a first member elsewhere: all others have sent
-    on all they know after a sweep. `labels`, `messages`: where theirs are in arrays over all.
+    members of. `labels`, `messages`: where theirs are in arrays over all.
     """
 
     variables: Ints
     factors: Ints
-    left: Ints
     labels: _Index
     messages: _Index
 
@@ -117,7 +103,10 @@ class Messages:
 
     @staticmethod
     def of(problem: Problem, price: float = 0.0) -> Messages:
-        return _Builder(problem, price).build()
+        built = build(problem, price)
+        messages = np.zeros(len(built.slots.usable))
+        passing.begin(built.variables, built.slots, built.unary, messages)
+        return Messages(problem, *built[:4], messages, *built[4:6], price, built.first_factor)
 
     def sweep(self, count: int, part: Part | None = None) -> None:
         """Passes messages forward and backward so many times, in this part or everywhere. The
@@ -143,9 +132,11 @@ class Messages:
         return float(own.sum() + joint.sum())
 
     def _swept(self, part: Part) -> float:
-        """The bound after a sweep."""
-        own, joint = passing.bounds(part.variables, part.left, *self._state)
-        return float(own.sum() + joint.sum())
+        """The bound after a sweep, when the least of each factor is nothing: it has told all it
+        knows, and what it was sent then is nothing for one label.
+        """
+        own, _ = passing.bounds(part.variables, np.zeros(0, dtype=np.intp), *self._state)
+        return float(own.sum())
 
     def taken(self, labels: Ints, part: Part) -> float:
         """What these labels take, in the part that the bound is of; a little less where a value has
@@ -157,8 +148,7 @@ class Messages:
     @cached_property
     def whole(self) -> Part:
         variables, factors = len(self.variables.first) - 1, len(self.factors.heads) - 1
-        none = np.zeros(0, dtype=np.intp)
-        return Part(np.arange(variables), np.arange(factors), none, slice(None), slice(None))
+        return Part(np.arange(variables), np.arange(factors), slice(None), slice(None))
 
     def part(self, variables: Ints) -> Part:
         """Of these variables."""
@@ -168,9 +158,7 @@ class Messages:
         heads, first = self.slots.heads, self.factors.heads["first"]
         factors, message = np.unique(heads["factor"][members]), heads["message"]
         messages = _ranges(message[first[factors]], message[first[factors + 1]])
-        elsewhere = ~np.isin(self._first_member[factors], chosen)
-        own = _ranges(labels[chosen], labels[chosen + 1])
-        return Part(chosen, factors, factors[elsewhere], own, messages)
+        return Part(chosen, factors, _ranges(labels[chosen], labels[chosen + 1]), messages)
 
     def decided(self, variable: int, label: int) -> Messages:
         """Those of the problem in which the variable has this label, for a start these."""
@@ -200,11 +188,6 @@ class Messages:
         counts = np.diff(self.variables.first_slot)
         owner[self.variables.slots] = np.repeat(np.arange(len(counts)), counts)
         return owner
-
-    @cached_property
-    def _first_member(self) -> Ints:
-        """Of each factor."""
-        return np.minimum.reduceat(self._owner, self.factors.heads["first"][:-1])
 
     def labels(self, part: Part | None = None, others: Ints | None = None) -> Ints:
         """One label for each variable: in their order by what is known, then improved one by one
@@ -254,7 +237,7 @@ class Messages:
             its_given, its_ends = before._ends(merged.value)
             count = before.problem.values[merged.value].count
             sources = np.sum([before._known(own) for own in its_given], axis=0)
-            for own, readers in zip(given, _blocks(len(ends)), strict=True):
+            for own, readers in zip(given, blocks(len(ends)), strict=True):
                 share = len(readers) / max(1, len(ends)) / count
                 self._set(own, ratio * share * sources)
             for own, place in zip(ends, merged.readers, strict=True):
@@ -292,161 +275,7 @@ class Messages:
         self.messages[own] = np.where(self.slots.usable[own] == 1, messages, self.messages[own])
 
 
-class _Builder:
-    def __init__(self, problem: Problem, price: float) -> None:
-        self.problem, self.price = problem, price
-        self.unit = max(_most(problem, price), 1e-30) / _ALL
-        self.tables: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self.costs: list[Floats] = []
-        self.across: list[Floats] = []
-        self.bases: list[Floats] = []
-        self.offsets = [0, 0]
-        self.members: list[int] = []
-        self.turns: list[int] = []
-        self.places: list[Ints] = []
-        self.spans: list[int] = []
-        """Of each slot its variable, pass, placements and how many messages it has."""
-        self.heads: list[tuple[int, ...]] = []
-        self.first, self.first_factor = [0], [0]
-        """Where the slots of each factor begin, and the factors of each value."""
-
-    def build(self) -> Messages:
-        for value in self.problem.values:
-            self._add(value)
-        slots = self._slots()
-        messages = Messages(
-            self.problem,
-            self._variables(),
-            slots,
-            self._factors(),
-            self._unary(),
-            np.zeros(len(slots.usable)),
-            _work(max(self.spans, default=1)),
-            self.unit,
-            self.price,
-            self.first_factor,
-        )
-        passing.begin(messages.variables, messages.slots, messages.unary, messages.messages)
-        return messages
-
-    def _add(self, value: Value) -> None:
-        for readers in _blocks(len(value.readers)):
-            share = len(readers) / max(1, len(value.readers))
-            given, wanted = value.seconds.shape
-            self.members += [value.source, *(value.readers[k] for k in readers)]
-            self.turns += [0, *(1 + value.backward[k] for k in readers)]
-            self.places += [value.given, *(value.wanted[k] for k in readers)]
-            self.spans += [given, *[wanted] * len(readers)]
-            self.heads.append((given, wanted, *self._table(value, share)))
-            self.first.append(len(self.members))
-        self.first_factor.append(len(self.heads))
-
-    def _variables(self) -> Variables:
-        counts = np.array([len(each) for each in self.problem.seconds], dtype=np.intp)
-        variable = np.array(self.members, dtype=np.intp)
-        slots = np.bincount(variable, minlength=len(counts))
-        order = np.argsort(variable, kind="stable")
-        return Variables(_offsets(counts), _offsets(slots), order)
-
-    def _slots(self) -> Slots:
-        variable, first = (np.array(each, dtype=np.intp) for each in (self.members, self.first))
-        factor = np.repeat(np.arange(len(first) - 1), np.diff(first))
-        latest = np.maximum.reduceat(variable, first[:-1]) if self.heads else variable
-        earliest = np.minimum.reduceat(variable, first[:-1]) if self.heads else variable
-        counts = [float(value.count) for value in self.problem.values]
-        weights = np.repeat(np.repeat(counts, np.diff(self.first_factor)), np.diff(first))
-        heads = np.zeros(len(variable) + 1, dtype=SLOT)
-        heads["factor"][:-1] = factor
-        heads["turn"][:-1] = self.turns
-        heads["ahead"][:-1] = np.where(latest[factor] > variable, weights, 0.0)
-        heads["behind"][:-1] = np.where(earliest[factor] < variable, weights, 0.0)
-        heads["place"] = _offsets([len(each) for each in self.places])
-        heads["message"] = _offsets(self.spans)
-        places = np.concatenate([np.zeros(0, dtype=np.intp), *self.places]).astype(np.intp)
-        return Slots(heads, places, np.zeros(heads["message"][-1], dtype=np.intp))
-
-    def _factors(self) -> Factors:
-        heads = np.zeros(len(self.first), dtype=FACTOR)
-        heads["first"] = self.first
-        own = np.array(self.heads, dtype=np.intp).reshape(-1, 6)
-        names = ("given", "wanted", "table", "base", "cases", "turns")
-        for name, numbers in zip(names, own.T, strict=True):
-            heads[name][:-1] = numbers
-        costs = (np.concatenate([*each, [0.0]]) for each in (self.costs, self.across, self.bases))
-        return Factors(heads, *costs)
-
-    def _unary(self) -> Floats:
-        seconds = np.concatenate([np.zeros(0), *self.problem.seconds])
-        priced = seconds + self.price * np.concatenate([np.zeros(0), *self.problem.bytes])
-        return np.minimum(priced / self.unit, FORBIDDEN)
-
-    def _table(self, value: Value, share: float) -> tuple[int, ...]:
-        """Where the costs of a factor are, and of how many cases and turns: a new table for each
-        kind of value. With a price there are two cases: what was given is kept, or is not.
-        """
-        priced = self.price > 0 and value.keeps
-        bytes_ = (id(value.given_bytes), id(value.wanted_bytes)) if priced else ()
-        key = (id(value.seconds), share, priced, *bytes_)
-        if key not in self.tables:
-            if priced:
-                costs, bases = _priced(value, self.price * share)
-                costs[:, :, :, :] += share * value.seconds
-            else:
-                costs = share * value.seconds[None, None]
-                bases = np.zeros((1, len(value.seconds)))
-            self.tables[key] = (*self.offsets, *costs.shape[:2])
-            self.offsets = [self.offsets[0] + costs.size, self.offsets[1] + bases.size]
-            costs = np.minimum(costs / self.unit, FORBIDDEN)
-            self.costs.append(costs.ravel())
-            self.across.append(costs.swapaxes(2, 3).ravel())
-            self.bases.append(bases.ravel() / self.unit)
-        return self.tables[key]
-
-
-def _priced(value: Value, price: float) -> tuple[Floats, Floats]:
-    """The price of bytes: [case, turn, given, wanted] of a group and [case, given] besides.
-
-    A group in both passes keeps its form, one in the backward pass alone needs what was given.
-    """
-    given, wanted = value.seconds.shape
-    costs, bases = np.zeros((2, 3, given, wanted)), np.zeros((2, given))
-    is_source = value.same[:, None] == np.arange(wanted)
-    bases[0] = price * value.given_bytes
-    costs[:, 2] = np.where(is_source, 0.0, price * value.wanted_bytes)
-    costs[1, 1] = np.inf
-    costs[1, 2][is_source] = np.inf
-    return costs, bases
-
-
-def _most(problem: Problem, price: float) -> float:
-    """Seconds that no possible choice takes more than, bytes by their price."""
-    priced = (own + price * held for own, held in zip(problem.seconds, problem.bytes, strict=True))
-    most = sum(float(own[np.isfinite(own)].max(initial=0.0)) for own in priced)
-    for value in problem.values:
-        moved = float(value.seconds[np.isfinite(value.seconds)].max(initial=0.0))
-        kept = float(value.given_bytes.max(initial=0.0) + value.wanted_bytes.max(initial=0.0))
-        most += len(value.readers) * (moved + price * kept)
-    return most
-
-
-def _blocks(readers: int) -> Sequence[list[int]]:
-    """Readers by factor, as evenly as can be."""
-    count = -(-readers // MOST_READERS)
-    return [list(map(int, each)) for each in np.array_split(np.arange(readers), max(count, 1))]
-
-
 def _ranges(begin: Ints, end: Ints) -> Ints:
     """All numbers from each begin to before its end, one range after the other."""
     counts = end - begin
     return np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-
-
-def _offsets(counts: Sequence[int] | Ints) -> Ints:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.intp)
-
-
-def _work(placements: int) -> Work:
-    subsets = 1 << MOST_READERS
-    sums, least, cover, best = (np.zeros((subsets, placements)) for _ in range(4))
-    turns, out = np.zeros(subsets, dtype=np.intp), np.zeros(placements)
-    return Work(sums, turns, least, cover, best, out)
