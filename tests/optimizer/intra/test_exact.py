@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_problems import brute_force, made_up
 
-from pipedream.optimizer.intra.solver import messages
+from pipedream.optimizer.intra.solver import building, messages
 from pipedream.optimizer.intra.solver.elimination import eliminate
 from pipedream.optimizer.intra.solver.exact import solve
 from pipedream.optimizer.intra.solver.integer import integer_program
@@ -59,7 +59,7 @@ def test_elimination_and_messages_agree_at_any_price(seed, variables, price):
 
 def test_values_with_many_readers_are_several_factors(monkeypatch):
     """A bound from parts of its seconds is still a bound, and elimination closes the gap."""
-    monkeypatch.setattr(messages, "MOST_READERS", 2)
+    monkeypatch.setattr(building, "MOST_READERS", 2)
     for seed in range(20):
         problem = made_up(seed, 6, limited=False)
         best = brute_force(problem)
