@@ -81,7 +81,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "stage"),
     [
