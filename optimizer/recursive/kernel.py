@@ -89,12 +89,8 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
     first_option = options.first
     per_byte, fixed = moves.per_byte, moves.fixed
     reads_begin, results_begin = graph.reads.begin, graph.results.begin
-    near_begin, near, families, heavy = (
-        graph.near.begin,
-        graph.near.items,
-        graph.family,
-        graph.heavy,
-    )
+    near_begin, near = graph.near.begin, graph.near.items
+    families, heavy = graph.family, graph.heavy
     for sweep in range(sweeps + 1):
         for position in range(len(order)):
             node = order[position]

@@ -75,7 +75,8 @@ class Factors(NamedTuple):
 
 class Work(NamedTuple):
     """Arrays for use within a function: over subsets of readers and placements of these (`sums`,
-    `best`) or of the source (`least`, `cover`); `turns` over subsets, `out` over placements.
+    `best`) or of the source (`least`, `cover`); `turns` over subsets, `out` over placements. What
+    `sums`, `turns` and `cover` are of no readers stays 0.
     """
 
     sums: Floats
@@ -144,10 +145,6 @@ def _gather(full, member, wanted, messages, fixed, sums, turns):  # type: ignore
     which `full` is the last; returns the last one now.
     """
     bit = full + 1
-    if bit == 1:
-        turns[0] = 0
-        for p in range(wanted):
-            sums[0, p] = 0.0
     turns[bit] = member.turn
     for p in range(wanted):
         sums[bit, p] = -messages[member.message + p]
@@ -168,8 +165,6 @@ def _cover(full, factor, case, across, work):  # type: ignore[no-untyped-def]
     # least[T, g] = min over p of costs[turns of T, g, p] + sums[T, p], T as one group
     # cover[T, g] = min over G within T, with the first of T, of least[G, g] + cover[T - G, g]
     given, wanted, least, cover = factor.given, factor.wanted, work.least, work.cover
-    for g in range(given):
-        cover[0, g] = 0.0
     for t in range(1, full + 1):
         table = _table(work.turns[t], factor, case)
         _product(work.sums, t, wanted, across, table, given, least)
