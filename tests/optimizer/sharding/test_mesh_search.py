@@ -206,7 +206,7 @@ def test_a_better_plan_without_meshes_that_is_found_beside_them_is_taken(
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("model", "teams"),
     [

@@ -279,7 +279,7 @@ def ends(name: str, job: Job) -> Sequence[str]:
     return cast("Sequence[str]", lines)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_mistake_is_noticed(tmp_path: Path, name: str) -> None:
