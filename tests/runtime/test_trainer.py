@@ -70,7 +70,7 @@ LAUNCHERS = {
     "launcher",
     [
         pytest.param("alone", marks=pytest.mark.thorough),
-        pytest.param("torchrun", marks=pytest.mark.thorough),  # as README's commands do
+        pytest.param("torchrun", marks=pytest.mark.slow),
         pytest.param("mpirun", marks=pytest.mark.thorough),
     ],
 )
