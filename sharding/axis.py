@@ -61,7 +61,7 @@ class AxisProblem:
             local_operators(call.operator, self.chosen[call.name], self.mesh.sizes)[0]
             for call in self.graph.calls
         )
-        return chunk_numbers(locals_, self.devices, self.requested)
+        return chunk_numbers(Counter(locals_), self.devices, self.requested)
 
     @cached_property
     def types(self) -> dict[str, TensorType]:
@@ -221,17 +221,17 @@ def local_operators(
 
 
 def chunk_numbers(
-    operators: Iterable[Operator], devices: int, requested: Iterable[Placement]
+    operators: Mapping[Operator, int], devices: int, requested: Iterable[Placement]
 ) -> tuple[int, ...]:
     """Returns the numbers of chunks that are of use: those requested, and those that operators most
-    often make of a dimension, or make one of.
+    often make of a dimension, or make one of. `operators`: with how often each is called.
     """
     counts: Counter[int] = Counter()
-    for operator in operators:
+    for operator, calls in operators.items():
         for strategy in strategies(operator, devices):
             numbers = {each.chunks for each in strategy.shards}
             if 1 in numbers:
-                counts.update(numbers - {1})
+                counts.update(dict.fromkeys(numbers - {1}, calls))
     frequent = [number for number, _ in counts.most_common(_MOST_CHUNKS)]
     numbers_requested = (each.chunks for each in requested if isinstance(each, Shard))
     return tuple(sorted({*frequent, *numbers_requested} - {1}))

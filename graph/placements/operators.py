@@ -147,6 +147,8 @@ class Operator(ArtifactModel):
 
     def with_arguments(self, changed: dict[int, Argument]) -> Operator:
         """Returns the operator with other positional arguments at these positions."""
+        if not changed:
+            return self
         arguments = list(self.arguments)
         for position, value in changed.items():
             arguments[position] = value

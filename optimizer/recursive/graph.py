@@ -1,53 +1,34 @@
 """The graph as arrays, and in which order its operators are decided.
 
-Nodes are what the graph is given and then the calls, as in `sharding.axis`; what is given reads
-nothing and has one result. Heavy operators are those that have `flops`, heaviest first; each is
-followed by the light ones to which no other heavy one is nearer, the nearest first. Those that only
-prepare a gradient of a parameter come after the heavy ones that give it, which can choose; those
-that read what another changes in place, after that one.
+Heavy operators are those that have `flops`, heaviest first; each is followed by the light ones to
+which no other heavy one is nearer, the nearest first. Those that only prepare a gradient of a
+parameter come after the heavy ones that give it, which can choose; those that read what another
+changes in place, after that one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
-from pipedream.graph.placements.operators import (
-    Operator,
-    OperatorCall,
-    OperatorGraph,
-    flops,
-)
+from pipedream.graph.placements.operators import Operator, flops
 from pipedream.graph.placements.placement import Partial, Shard
+from pipedream.optimizer.recursive.numbered import PARAMETER_GRADIENT, Lists, NumberedGraph
 from pipedream.optimizer.recursive.options import Ints
-from pipedream.sharding.axis import AxisNode, reads, results
 from pipedream.sharding.rules import strategies
 
-OUTPUT, INPUT_GRADIENT, PARAMETER_GRADIENT = range(3)
-_KINDS = {
-    "output": OUTPUT,
-    "input gradient": INPUT_GRADIENT,
-    "parameter gradient": PARAMETER_GRADIENT,
-}
-
-
-class Lists(NamedTuple):
-    """Many lists in one array: list k is `items[begin[k] : begin[k + 1]]`."""
-
-    begin: Ints
-    items: Ints
-
-    @staticmethod
-    def of(lists: Iterable[Sequence[int]]) -> Lists:
-        rows = list(lists)
-        begin = np.array(list(accumulate(map(len, rows), initial=0)), np.int64)
-        return Lists(begin, np.array([item for row in rows for item in row], np.int64))
+_Place: TypeAlias = tuple[int, int]
+"""A slot of an operator, and one of its dimensions."""
+_OPEN = np.iinfo(np.int64).max
 
 
 class GraphArrays(NamedTuple):
@@ -92,226 +73,170 @@ class GraphArrays(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HalvingGraph:
-    graph: OperatorGraph
-
+class HalvingGraph(NumberedGraph):
     @cached_property
-    def nodes(self) -> tuple[AxisNode, ...]:
-        return *self.graph.inputs, *self.graph.calls
-
-    @cached_property
-    def values(self) -> dict[str, int]:
-        """The number of each value."""
-        names = (value for node in self.nodes for value in results(node) if value is not None)
-        return {name: number for number, name in enumerate(names)}
-
-    @cached_property
-    def operators(self) -> tuple[Operator, ...]:
-        """By call: one object for all calls of an operator."""
-        distinct: dict[Operator, Operator] = {}
-        return tuple(distinct.setdefault(c.operator, c.operator) for c in self.graph.calls)
-
-    @cached_property
-    def heavy(self) -> dict[int, float]:
-        """The flops of the nodes that have some, heaviest first."""
-        counts = {operator: flops(operator) for operator in dict.fromkeys(self.operators)}
-        first = len(self.graph.inputs)
-        found = {first + k: counts[each] for k, each in enumerate(self.operators) if counts[each]}
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+    def heavy(self) -> Ints:
+        """The nodes that have flops, those with most of them first."""
+        counts = self.by_node([flops(each) for each in self.operators])
+        heavy = np.flatnonzero(counts)
+        return heavy[np.argsort(-counts[heavy], kind="stable")]
 
     @cached_property
     def arrays(self) -> GraphArrays:
-        number, count = self.values, len(self.values)
-        read = [[number[value] for value in reads(node)] for node in self.nodes]
-        result = [
-            [-1 if value is None else number[value] for value in results(node)]
-            for node in self.nodes
-        ]
-        producers, slots = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        for node, values in enumerate(result):
-            for slot, value in enumerate(values):
-                if value >= 0:
-                    producers[value], slots[value] = node, len(read[node]) + slot
-        ends: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-        gradients: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-        given: dict[tuple[str, str], int]
-        given = {(each.role, each.name): number[each.value] for each in self.graph.inputs}
-        for output in self.graph.outputs:
-            value, kind = number[output.value], _KINDS[output.role]
-            partner = given.get((output.role.removesuffix(" gradient"), output.name), -1)
-            partner = -1 if kind == OUTPUT else partner
-            ends[value].append((kind, partner))
-            if partner >= 0:
-                gradients[partner].append((value, kind))
+        count, (ends, kinds, partners) = len(self.values), self.ends
+        paired = np.flatnonzero(partners >= 0)
         family, family_indices = self._families
-        written = np.zeros(count, np.int64)
-        for call in self.graph.calls:
-            written[[number[call.reads[n]] for n in call.operator.stays]] = 1
         return GraphArrays(
-            Lists.of(read),
-            Lists.of(result),
-            producers,
-            slots,
-            Lists.of([[kind for kind, _ in each] for each in ends]),
-            np.array([partner for each in ends for _, partner in each], np.int64),
-            Lists.of([[value for value, _ in each] for each in gradients]),
-            np.array([kind for each in gradients for _, kind in each], np.int64),
-            written,
+            self.reads,
+            self.results,
+            self.producers,
+            self.slots,
+            Lists.keyed(ends, kinds, count),
+            Lists.keyed(ends, partners, count).items,
+            Lists.keyed(partners[paired], ends[paired], count),
+            Lists.keyed(partners[paired], kinds[paired], count).items,
+            self._written,
             self._late,
             self._indices,
             np.where(family >= 0, np.cumsum(family >= 0) - 1, -1),
             family,
             family_indices,
-            Lists.of(self._neighbours),
+            self._neighbours,
         )
-
-    @cached_property
-    def _before(self) -> list[set[int]]:
-        """By node others that are decided before it: what is changed in place stays where the
-        operator that does it needs it, and others read it there.
-        """
-        before: list[set[int]] = [set() for _ in self.nodes]
-        written = {call.reads[n]: call for call in self.graph.calls for n in call.operator.writes}
-        given = {each.value: node for node, each in enumerate(self.graph.inputs)}
-        for node, each in enumerate(self.graph.calls, len(given)):
-            for value in each.reads:
-                if value in written and value in given:
-                    writes = written[value] is each
-                    one, other = (node, given[value]) if writes else (given[value], node)
-                    before[other].add(one)
-        return before
-
-    @cached_property
-    def _late_nodes(self) -> frozenset[int]:
-        """Those that give late values alone."""
-        values = self.values
-        return frozenset(
-            node
-            for node, each in enumerate(self.nodes)
-            if all(v is None or self._late[values[v]] >= 0 for v in results(each))
-        )
-
-    @cached_property
-    def _late(self) -> Ints:
-        """late(v) = p if v is the gradient of p, or all that reads v passes on sums and gives what
-        is late; and nothing else ends in v.
-        """
-        given = {(each.role, each.name): each.value for each in self.graph.inputs}
-        passing = {each for each in dict.fromkeys(self.operators) if _passes_on_sums(each)}
-        late: dict[str, int] = {}
-        for output in self.graph.outputs:
-            own = (
-                self.values[given["parameter", output.name]]
-                if output.role == "parameter gradient"
-                else -1
-            )
-            late[output.value] = min(own, late.get(output.value, own))
-        for call in reversed(self.graph.calls):
-            made = [late[value] for value in call.results if value in late]
-            own = min(made) if made and call.operator in passing else -1
-            late |= {value: min(own, late.get(value, own)) for value in call.reads}
-        return np.array([late.get(value, -1) for value in self.values], np.int64)
 
     @cached_property
     def order(self) -> Ints:
         """The nodes in the order in which they are decided; those far from all heavy ones last."""
-        rank = {heavy: number for number, heavy in enumerate(self.heavy)}
-        nearest, reached = dict(rank), list(rank)
-        for node in reached:  # which grows: all heavy ones flood at once
-            for near in self._neighbours[node]:
-                too_early = near in self._late_nodes and node not in self._late_nodes
-                if near not in nearest and not too_early:
-                    nearest[near] = nearest[node]
-                    reached.append(near)
-        reached.sort(key=lambda node: nearest[node])  # by distance where that is equal
-        calls = range(len(self.graph.inputs), len(self.nodes))
+        late = (self.results.items < 0) | (self._late[self.results.items] >= 0)
+        in_time = np.bincount(self.results.owners[~late], minlength=self.nodes) > 0
+        near = self._neighbours
+        reached, nearest = _flood(near.begin, near.items, self.heavy, in_time)
+        reached = reached[np.argsort(nearest, kind="stable")]  # by distance where that is equal
+        inputs = len(self.graph.inputs)
         order: dict[int, None] = {}
-        for node in (*reached, *calls, *range(len(self.graph.inputs))):
-            order |= dict.fromkeys(self._first(node))
+        for node in (*reached.tolist(), *range(inputs, self.nodes), *range(inputs)):
+            if node in self._before:
+                order |= dict.fromkeys(self._first(node))
+            order[node] = None
         return np.array(list(order), np.int64)
 
     def _first(self, node: int) -> Iterator[int]:
         """The node, after those that are decided before it."""
-        for other in sorted(self._before[node]):
+        for other in sorted(self._before.get(node, ())):
             yield from self._first(other)
         yield node
 
     @cached_property
-    def _neighbours(self) -> list[list[int]]:
+    def _written(self) -> Ints:
+        written = np.zeros(len(self.values), np.int64)
+        for calls in self.alike:
+            written[calls.values[:, list(self.operators[calls.operator].stays)]] = 1
+        return written
+
+    @cached_property
+    def _before(self) -> dict[int, set[int]]:
+        """By node others that are decided before it: what is changed in place stays where the
+        operator that does it needs it, and others read it there.
+        """
+        writer: dict[int, int] = {}
+        for calls in self.alike:
+            for slot in self.operators[calls.operator].writes:
+                written = calls.values[:, slot].tolist()
+                for value, node in zip(written, calls.nodes.tolist(), strict=True):
+                    writer[value] = max(node, writer.get(value, -1))
+        given = {value for value in writer if value < len(self.graph.inputs)}
+        before: dict[int, set[int]] = {}
+        for k in np.flatnonzero(np.isin(self.reads.items, list(given))):
+            node, value = int(self.reads.owners[k]), int(self.reads.items[k])
+            one, other = (node, value) if writer[value] == node else (value, node)
+            before.setdefault(other, set()).add(one)
+        return before
+
+    @cached_property
+    def _late(self) -> Ints:
+        """As `GraphArrays.late`."""
+        ends, kinds, partners = self.ends
+        late = np.full(len(self.values), _OPEN)
+        np.minimum.at(late, ends, np.where(kinds == PARAMETER_GRADIENT, partners, -1))
+        passing = self.by_node(_passes_on_sums(each) for each in self.operators) > 0
+        _pass_back(*self.reads, *self.results, passing, late)
+        return np.where(late == _OPEN, -1, late)
+
+    @cached_property
+    def _neighbours(self) -> Lists:
         """As `GraphArrays.near`."""
-        near: list[list[int]] = [[] for _ in self.nodes]
-        producer = {v: n for n, node in enumerate(self.nodes) for v in results(node)}
-        given: dict[tuple[str, str], int]
-        given = {(e.role, e.name): k for k, e in enumerate(self.graph.inputs)}
-        pairs = [(n, producer[v]) for n, node in enumerate(self.nodes) for v in reads(node)]
-        for output in self.graph.outputs:
-            primal = given.get((output.role.removesuffix(" gradient"), output.name))
-            if primal is not None and output.role != "output":
-                pairs.append((primal, producer[output.value]))
-        for one, other in pairs:
-            near[one].append(other)
-            near[other].append(one)
-        return near
+        ends, _, partners = self.ends
+        paired = partners >= 0
+        one = np.append(self.reads.owners, partners[paired])
+        other = self.producers[np.append(self.reads.items, ends[paired])]
+        both = np.stack((one, other), axis=1)
+        return Lists.keyed(both.reshape(-1), both[:, ::-1].reshape(-1), self.nodes)
 
     @cached_property
-    def _roots(self) -> dict[tuple[int, int], int]:
-        """By value and dimension the number of its index. Products relate the dimensions of what
-        they read and give, and so do operators that read one computed value; others, such as the
-        sum of two branches, would make one index of what each of them can divide otherwise.
-        """
-        parent: dict[tuple[int, int], tuple[int, int]] = {}
-
-        def root(place: tuple[int, int]) -> tuple[int, int]:
-            while (above := parent.setdefault(place, place)) != place:
-                parent[place] = place = parent.setdefault(above, above)
-            return place
-
-        for call, values, groups in self._groups():
-            if flops(call.operator) or self._reads_one(call):
-                for first, *others in groups:
-                    for slot, dim in others:
-                        parent[root((values[slot], dim))] = root((values[first[0]], first[1]))
-        numbers: dict[tuple[int, int], int] = defaultdict(lambda: len(numbers))
-        return {place: numbers[root(place)] for place in list(parent)}
-
-    def _groups(self) -> Iterator[tuple[OperatorCall, list[int], list[list[tuple[int, int]]]]]:
-        """Yields the calls, the values of their slots, and for each strategy the dimensions that it
-        shards.
-        """
-        of_operator = {each: _sharded(each) for each in dict.fromkeys(self.operators)}
-        for call, operator in zip(self.graph.calls, self.operators, strict=True):
-            values = [self.values.get(v or "", -1) for v in (*call.reads, *call.results)]
-            groups = [[e for e in g if values[e[0]] >= 0] for g in of_operator[operator]]
-            yield call, values, [each for each in groups if each]
-
-    def _reads_one(self, call: OperatorCall) -> bool:
-        return sum(value not in self._given for value in dict.fromkeys(call.reads)) <= 1
-
-    @cached_property
-    def _given(self) -> frozenset[str]:
-        return frozenset(each.value for each in self.graph.inputs)
+    def _sharded(self) -> list[list[list[_Place]]]:
+        return [_sharded(each) for each in self.operators]
 
     @cached_property
     def _indices(self) -> Ints:
-        dims = max((len(type_.shape) for type_ in self.graph.types().values()), default=0)
-        indices = np.full((len(self.values), max(1, dims)), -1, np.int64)
-        for (value, dim), index in self._roots.items():
-            indices[value, dim] = index
-        return indices
+        """By value and dimension. Products relate the dimensions of what they read and give, and so
+        do operators that read one computed value; others, such as the sum of two branches, would
+        make one index of what each of them can divide otherwise.
+        """
+        heavy, pairs = set(self.heavy.tolist()), [np.zeros((2, 0), np.int64)]
+        for calls in self.alike:
+            own = self.operators[calls.operator]
+            related = calls.values
+            if int(calls.nodes[0]) not in heavy:
+                related = related[self._read_one(related[:, : len(own.inputs)])]
+            groups = [_there(related, each) for each in self._sharded[calls.operator]]
+            ends = [(group[0], each) for group in groups for each in group[1:]]
+            both = (_places(related, each, self.dims) for each in zip(*ends, strict=True))
+            pairs += [np.stack([each.reshape(-1) for each in both])] if ends else []
+        related, size = np.concatenate(pairs, axis=1), len(self.values) * self.dims
+        joined = coo_array((np.ones(related.shape[1]), related), (size, size))
+        labels = connected_components(joined, directed=False)[1]
+        indices = np.full(size, -1, np.int64)
+        indices[related] = labels[related]
+        return indices.reshape(len(self.values), self.dims)
+
+    def _read_one(self, read: Ints) -> NDArray[np.bool_]:
+        """Tells of each call whether it reads one computed value at most. `read`: by call."""
+        computed = read >= len(self.graph.inputs)
+        most = np.where(computed, read, -1).max(axis=1, initial=-1)
+        least = np.where(computed, read, _OPEN).min(axis=1, initial=_OPEN)
+        return np.asarray(most <= least)
 
     @cached_property
     def _families(self) -> tuple[Ints, Lists]:
-        families: dict[frozenset[int], int] = {}
-        family = np.full(len(self.nodes), -1, np.int64)
-        for node, (_, values, groups) in enumerate(self._groups(), len(self.graph.inputs)):
-            if node in self.heavy:
-                places = {(values[slot], dim) for group in groups for slot, dim in group}
-                indices = frozenset(self._roots[each] for each in places)
-                family[node] = families.setdefault(indices, len(families))
-        return family, Lists.of([sorted(each) for each in families] or [[]])
+        indices, heavy = self._indices.reshape(-1), set(self.heavy.tolist())
+        of_node: dict[int, tuple[int, ...]] = {}
+        for calls in self.alike:
+            if int(calls.nodes[0]) in heavy:
+                groups = chain.from_iterable(self._sharded[calls.operator])
+                places = _there(calls.values, list(groups))
+                own = indices[_places(calls.values, places, self.dims)].tolist()
+                own = [tuple(sorted(set(each))) for each in own]
+                of_node |= dict(zip(calls.nodes.tolist(), own, strict=True))
+        families: dict[tuple[int, ...], int] = {}
+        family = np.full(self.nodes, -1, np.int64)
+        for node in sorted(of_node):
+            family[node] = families.setdefault(of_node[node], len(families))
+        counts = np.array(list(map(len, families)) or [0], np.int64)
+        return family, Lists.of(counts, list(chain.from_iterable(families)))
 
 
-def _sharded(operator: Operator) -> list[list[tuple[int, int]]]:
+def _there(values: Ints, group: list[_Place]) -> list[_Place]:
+    """Returns those that are of values. `values`: by call and slot, -1 where all calls lack one."""
+    return [place for place in group if len(values) and values[0, place[0]] >= 0]
+
+
+def _places(values: Ints, places: Sequence[_Place], dims: int) -> Ints:
+    """Returns by call the numbers of these dimensions of slots, where all values have so many."""
+    slots, own = np.array(places, np.int64).reshape(-1, 2).T
+    return values[:, slots] * dims + own
+
+
+def _sharded(operator: Operator) -> list[list[_Place]]:
     """Returns for each strategy on two devices the slots that it shards, with their dimensions."""
     found = []
     for strategy in strategies(operator, 2):
@@ -326,3 +251,45 @@ def _passes_on_sums(operator: Operator) -> bool:
         all(isinstance(each, Partial) for each in (*strategy.inputs, *strategy.outputs))
         for strategy in strategies(operator, 2)
     )
+
+
+@njit(cache=True)
+def _pass_back(
+    reads_begin: Ints,
+    reads: Ints,
+    results_begin: Ints,
+    results: Ints,
+    passing: NDArray[np.bool_],
+    late: Ints,
+) -> None:
+    """late(v) = p if v is the gradient of p, or all that reads v passes on sums and gives what
+    is late; and nothing else ends in v. `late`: of what ends, before; `_OPEN` of all others.
+    """
+    for node in range(len(passing) - 1, -1, -1):
+        own = _OPEN
+        for k in range(results_begin[node], results_begin[node + 1]):
+            if results[k] >= 0:
+                own = min(own, late[results[k]])
+        if own == _OPEN or not passing[node]:
+            own = -1
+        for k in range(reads_begin[node], reads_begin[node + 1]):
+            late[reads[k]] = min(own, late[reads[k]])
+
+
+@njit(cache=True)
+def _flood(begin: Ints, near: Ints, first: Ints, in_time: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Returns what is reached from the first nodes, all of which flood at once, and by which of
+    them. Of others than those `in_time` only others are reached, or first ones.
+    """
+    nearest, reached, count = np.full(len(begin) - 1, -1), np.empty(len(begin) - 1, np.int64), 0
+    for rank in range(len(first)):
+        nearest[first[rank]], reached[rank] = rank, first[rank]
+    count, k = len(first), 0
+    while k < count:
+        node = reached[k]
+        for other in near[begin[node] : begin[node + 1]]:
+            if nearest[other] < 0 and (in_time[other] or not in_time[node]):
+                nearest[other], reached[count] = nearest[node], other
+                count += 1
+        k += 1
+    return reached[:count], nearest[reached[:count]]

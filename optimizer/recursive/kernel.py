@@ -22,12 +22,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from pipedream.optimizer.recursive.graph import (
-    INPUT_GRADIENT,
-    OUTPUT,
-    PARAMETER_GRADIENT,
-    GraphArrays,
-)
+from pipedream.optimizer.recursive.graph import GraphArrays
+from pipedream.optimizer.recursive.numbered import INPUT_GRADIENT, OUTPUT, PARAMETER_GRADIENT
 from pipedream.optimizer.recursive.options import SUM, WHOLE, Floats, Ints, OptionArrays
 
 Counts: TypeAlias = NDArray[np.int32]

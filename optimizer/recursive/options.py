@@ -53,6 +53,13 @@ class OptionArrays(NamedTuple):
     """By code: the dimension that is sharded; -1 for none."""
 
 
+class _Codes(dict[Placement, int]):
+    """Gives each placement that is asked for a code."""
+
+    def __missing__(self, placement: Placement) -> int:
+        return self.setdefault(placement, len(self))
+
+
 @dataclass
 class OptionTable:
     """`chunks`: numbers of chunks that are tried for every dimension."""
@@ -61,8 +68,7 @@ class OptionTable:
     states: list[State] = field(default_factory=list)
     strategies: list[Strategy] = field(default_factory=list)
     """By option."""
-    _placements: list[Placement] = field(default_factory=lambda: [Replicate(), Partial()])
-    _codes: dict[Placement, int] = field(default_factory=lambda: {Replicate(): 0, Partial(): 1})
+    _codes: _Codes = field(default_factory=lambda: _Codes({Replicate(): WHOLE, Partial(): SUM}))
     _numbers: dict[State, int] = field(default_factory=dict)
     _rows: dict[tuple[int, int, Placement | None], int] = field(default_factory=dict)
     _row_of_option: list[tuple[int, int]] = field(default_factory=list)
@@ -97,13 +103,13 @@ class OptionTable:
         """Returns the state to which an option leads."""
         if option not in self._next:
             (state, devices), strategy = self._row_of_option[option], self.strategies[option]
-            ends = dict.fromkeys((0, devices - 1))
-            locals_ = (
+            locals_ = [
                 local_operator(each, strategy, devices, index)
                 for each in self.states[state]
-                for index in ends
-            )
-            self._next[option] = self.number(tuple(dict.fromkeys(locals_)))
+                for index in _different(each, strategy, devices)
+            ]
+            distinct = dict.fromkeys(locals_) if len(locals_) > 1 else locals_
+            self._next[option] = self.number(tuple(distinct))
         return self._next[option]
 
     def arrays(self) -> OptionArrays:
@@ -119,9 +125,7 @@ class OptionTable:
                 np.array(self._option_codes, np.int64),
                 np.array(self._summed, np.float64),
                 np.array(self._divides),
-                np.array(
-                    [each.dim if isinstance(each, Shard) else -1 for each in self._placements]
-                ),
+                np.array([each.dim if isinstance(each, Shard) else -1 for each in self._codes]),
             )
         return self._arrays
 
@@ -129,7 +133,7 @@ class OptionTable:
         """Returns from one code to another the parts of a tensor that a device sends, and in how
         many rounds: those of rings, as in `sharding.steps`, for equal parts.
         """
-        shard = np.arange(len(self._placements)) > SUM
+        shard = np.arange(len(self._codes)) > SUM
         part, rounds = (devices - 1) / devices, devices - 1
         among_shards = shard[:, None] & shard & ~np.eye(len(shard), dtype=np.bool_)
         parts: Floats = np.where(among_shards, part / devices, 0.0)
@@ -144,9 +148,9 @@ class OptionTable:
         largest = operators[0]
         self._bytes_at.append(len(self._bytes))
         self._bytes += [_bytes(each) for each in (*largest.inputs, *largest.outputs)]
-        inner, options = sum(map(_bytes, summed_types(largest))), []
+        inner, options, codes = sum(map(_bytes, summed_types(largest))), [], self._codes
         for strategy in self._options(operators, devices, placement):
-            options.append([self._code(each) for each in (*strategy.inputs, *strategy.outputs)])
+            options.append([codes[each] for each in (*strategy.inputs, *strategy.outputs)])
             self._codes_at.append(len(self._option_codes))
             self._option_codes += options[-1]
             self._summed.append(inner if strategy.within == Partial() else 0.0)
@@ -155,12 +159,6 @@ class OptionTable:
             self._row_of_option.append((state, devices))
         self._slot_codes += [sorted(set(codes)) for codes in zip(*options, strict=True)]
         self._first.append(len(self._codes_at))
-
-    def _code(self, placement: Placement) -> int:
-        if placement not in self._codes:
-            self._codes[placement] = len(self._placements)
-            self._placements.append(placement)
-        return self._codes[placement]
 
     def _options(
         self, operators: State, devices: int, placement: Placement | None
@@ -179,7 +177,11 @@ class OptionTable:
                     yield strategy
         else:
             first, *others = (strategies(each, devices, self.chunks) for each in operators)
-            yield from (each for each in first if all(each in other for other in others))
+            yield from (
+                (each for each in first if all(each in other for other in others))
+                if others
+                else first
+            )
 
 
 def given_state(given: StageInput) -> State:
@@ -189,6 +191,22 @@ def given_state(given: StageInput) -> State:
     free = given.role in ("parameter", "buffer")
     target = _GIVEN if free else _GIVEN_WHOLE
     return (Operator(target=target, arguments=(), inputs=(), outputs=(given.type,)),)
+
+
+def _different(operator: Operator, strategy: Strategy, devices: int) -> tuple[int, ...]:
+    """Returns the devices with the largest and the smallest part; the first one where all have the
+    same.
+    """
+    placed = zip(
+        (*operator.inputs, *operator.outputs), (*strategy.inputs, *strategy.outputs), strict=True
+    )
+    even = all(
+        type_ is None
+        or not isinstance(its, Shard)
+        or type_.shape[its.dim] // its.chunks % devices == 0
+        for type_, its in placed
+    )
+    return (0,) if even else (0, devices - 1)
 
 
 def _bytes(type_: TensorType | None) -> float:

@@ -79,8 +79,8 @@ class RecursiveSearch:
         """As `recursive`."""
         placements = self._requested(mesh.sizes, requests or Requests())
         table, states = self._table(frozenset(each for its in placements.values() for each in its))
-        products = np.zeros(len(self._halving.nodes), np.int64)
-        products[list(self._halving.heavy)] = 1
+        products = np.zeros(len(states), np.int64)
+        products[self._halving.heavy] = 1
         must = np.zeros_like(products) if seconds else products
         timed = [seconds.get(name, 0.0) for name in self._names] if seconds else []
         work = np.zeros(len(products))
@@ -126,11 +126,13 @@ class RecursiveSearch:
 
     def _table(self, requested: frozenset[Placement]) -> tuple[OptionTable, Ints]:
         if requested not in self._tables:
-            operators = self._halving.operators
-            table = OptionTable(chunk_numbers(operators, 2, requested))
-            number_of = {each: table.number((each,)) for each in dict.fromkeys(operators)}
+            operators, of_call = self._halving.operators, self._halving.of_call
+            counts = np.bincount(of_call, minlength=len(operators)).tolist()
+            calls = dict(zip(operators, counts, strict=True))
+            table = OptionTable(chunk_numbers(calls, 2, requested))
+            numbers = np.array([table.number((each,)) for each in operators], np.int64)
             given = [table.number(given_state(each)) for each in self.graph.inputs]
-            states = np.array(given + [number_of[each] for each in operators], np.int64)
+            states = np.append(np.array(given, np.int64), numbers[of_call])
             self._tables[requested] = table, states
         return self._tables[requested]
 

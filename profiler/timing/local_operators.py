@@ -93,7 +93,7 @@ def _asked_and_likely(
 ) -> tuple[list[DividedOperator], list[DividedOperator]]:
     """Returns what is timed, and what is timed as far as time allows."""
     heaviest = {each: of_operator[each] for each in worth_most(of_operator, _WORTH)}
-    chunks = chunk_numbers(of_operator, 2, ())
+    chunks = chunk_numbers(dict.fromkeys(of_operator, 1), 2, ())
     if isinstance(shards, tuple):
         return list(all_parts(heaviest, shards, chunks)), []
     asked = list(all_parts(worth_most(of_operator, _MOST), (2,), chunks))
