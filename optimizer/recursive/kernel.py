@@ -61,19 +61,19 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
     first decision a node is looked at again, at most `sweeps` times, if one next to it has changed,
     or sends something after its first decision. Where that gains nothing, none is divided.
     """
-    chosen = np.full(len(rows), -1, np.int64)
+    chosen = _unknown(len(rows))
     devices, codes_count = moves.devices, len(moves.fixed)
     wanted = np.zeros((len(graph.producers), codes_count + 1), np.int32)
-    given, placed = _given(graph, options, rows), np.full(len(graph.producers), -1, np.int64)
+    given, placed = _given(graph, options, rows), _unknown(len(graph.producers))
     for node in range(len(rows)):
         if options.first[rows[node]] + 1 == options.first[rows[node] + 1]:
             chosen[node] = options.first[rows[node]]
             _count(graph, options, wanted, node, chosen[node], 1)
             _place(graph, options, placed, node, chosen[node])
-    slots = np.max(np.diff(graph.reads.begin)) + np.max(np.diff(graph.results.begin))
+    slots = _most(graph.reads.begin) + _most(graph.results.begin)
     costs = np.zeros((2, slots, codes_count))  # in each minibatch, in each update
     places, own_sums, sums = _family_sums(graph, options, rows, moves, chosen)
-    index_of = np.full(len(sums), -2, np.int64)
+    index_of = _unknown(len(sums)) - 1
     family_seconds, share = np.zeros(len(sums)), 1.0
     for node in range(len(rows)):
         if graph.family[node] >= 0:
@@ -105,7 +105,8 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
             before, chosen[node], best_work, best = chosen[node], -1, 0.0, _NO_KEYS
             family = families[node] if sweep == 0 else -1
             if family >= 0:
-                sums[family] -= own_sums[heavy[node]]
+                for place in range(sums.shape[1]):
+                    sums[family, place] -= own_sums[heavy[node], place]
                 share = seconds[node] / family_seconds[family] if seconds[node] > 0.0 else 1.0
             for option in range(first, end):
                 often, once, held = _seconds(per_byte, fixed, SUM, WHOLE, summed[option]), 0.0, 0.0
@@ -140,8 +141,9 @@ def decide(  # noqa: C901 a kernel, in one piece to be fast
             if chosen[node] != before and (sweep > 0 or best[1] > best_work):
                 for k in range(near_begin[node], near_begin[node + 1]):
                     stale[near[k]] = True
-    if np.any(must):
-        return chosen
+    for node in range(len(rows)):
+        if must[node]:
+            return chosen
     undivided = options.first[rows]
     worse = _total(graph, options, rows, moves, undivided, seconds) <= _total(
         graph, options, rows, moves, chosen, seconds
@@ -161,7 +163,7 @@ def _total(
     """Returns the seconds of all that is done under these options, sums of updates by minibatch."""
     per_byte, fixed, divides, summed = moves.per_byte, moves.fixed, options.divides, options.summed
     wanted = np.zeros((len(graph.producers), len(fixed) + 1), np.int32)
-    given, placed = _given(graph, options, rows), np.full(len(graph.producers), -1, np.int64)
+    given, placed = _given(graph, options, rows), _unknown(len(graph.producers))
     written, ends, total = graph.written, graph.ends.begin, 0.0
     for node in range(len(rows)):
         option = chosen[node]
@@ -352,7 +354,7 @@ def _end(kind: int, source: int, target: int) -> tuple[int, int, bool]:
     return source, target, False
 
 
-@njit(inline="always")
+@njit(cache=True)
 def _seconds(per_byte: Floats, fixed: Floats, source: int, target: int, size: float) -> float:
     """Of a tensor of so many bytes; none where it is open to which code it is brought."""
     if target < 0 or not size:
@@ -362,7 +364,7 @@ def _seconds(per_byte: Floats, fixed: Floats, source: int, target: int, size: fl
 
 
 @njit(cache=True)
-def _family_sums(
+def _family_sums(  # noqa: C901
     graph: GraphArrays, options: OptionArrays, rows: Ints, moves: Moves, chosen: Ints
 ) -> tuple[Ints, Floats, Floats]:
     """Returns for each heavy node and option the place, among the indices of the node's family, of
@@ -370,29 +372,36 @@ def _family_sums(
     sums of what the node gives take if it is divided along that index; and by family and place all
     of these.
     """
-    heavy = np.flatnonzero(graph.family >= 0)
-    most = np.max(np.diff(graph.family_indices.begin))
-    counts = options.first[rows + 1] - options.first[rows]
-    places = np.full((len(heavy), np.max(counts)), -1, np.int64)
-    own, sums = np.zeros((len(heavy), most)), np.zeros((len(graph.family_indices.begin) - 1, most))
+    heavy, counts = 0, 0
+    for node in range(len(rows)):
+        heavy = max(heavy, graph.heavy[node] + 1)
+        counts = max(counts, options.first[rows[node] + 1] - options.first[rows[node]])
+    begins, family_indices = graph.family_indices.begin, graph.family_indices.items
+    most = _most(begins)
+    places = _unknown(heavy * counts).reshape((heavy, counts))
+    own, sums = np.zeros((heavy, most)), np.zeros((len(begins) - 1, most))
     codes, codes_at, dims = options.codes, options.codes_at, options.dims
-    for number, node in enumerate(heavy):
-        if chosen[node] >= 0:
+    for node in range(len(rows)):
+        number, family = graph.heavy[node], graph.family[node]
+        if number < 0 or chosen[node] >= 0:
             continue
-        values = np.append(
-            graph.reads.items[graph.reads.begin[node] : graph.reads.begin[node + 1]],
-            graph.results.items[graph.results.begin[node] : graph.results.begin[node + 1]],
-        )
-        reads = graph.reads.begin[node + 1] - graph.reads.begin[node]
-        family, first = graph.family[node], options.first[rows[node]]
-        begin, end = graph.family_indices.begin[family], graph.family_indices.begin[family + 1]
-        indices, least = graph.family_indices.items[begin:end], np.full(most, np.inf)
-        for option in range(first, first + counts[node]):
+        first_read, first_result = graph.reads.begin[node], graph.results.begin[node]
+        reads = graph.reads.begin[node + 1] - first_read
+        slots = reads + graph.results.begin[node + 1] - first_result
+        first = options.first[rows[node]]
+        least = np.zeros(most) + np.inf
+        for option in range(first, options.first[rows[node] + 1]):
             place, summed = -1, 0.0
-            for slot, value in enumerate(values):
+            for slot in range(slots):
                 code = codes[codes_at[option] + slot]
+                if slot < reads:
+                    value = graph.reads.items[first_read + slot]
+                else:
+                    value = graph.results.items[first_result + slot - reads]
                 if place < 0 and dims[code] >= 0 and value >= 0:
-                    place = np.searchsorted(indices, graph.indices[value, dims[code]])
+                    place = 0
+                    while family_indices[begins[family] + place] < graph.indices[value, dims[code]]:
+                        place += 1
                 if slot >= reads and code == SUM:
                     size = options.bytes[options.bytes_at[rows[node]] + slot]
                     wait = moves.minibatches if value >= 0 and graph.late[value] >= 0 else 1.0
@@ -400,6 +409,26 @@ def _family_sums(
             places[number, option - first] = place
             if place >= 0:
                 least[place] = min(least[place], summed)
-        own[number] = np.where(np.isfinite(least), least, 0.0)
-        sums[family] += own[number]
+        for place in range(most):
+            if least[place] < np.inf:
+                own[number, place] = least[place]
+                sums[family, place] += least[place]
     return places, own, sums
+
+
+@njit(cache=True)
+def _unknown(count: int) -> Ints:
+    """Returns -1 so many times; numpy's own takes seconds to compile."""
+    numbers = np.empty(count, np.int64)
+    for k in range(count):
+        numbers[k] = -1
+    return numbers
+
+
+@njit(cache=True)
+def _most(begin: Ints) -> int:
+    """Returns how long the longest of these lists is."""
+    most = 0
+    for k in range(len(begin) - 1):
+        most = max(most, begin[k + 1] - begin[k])
+    return most
