@@ -47,6 +47,9 @@ case "${1:-}" in
 --all) shift && export PIPEDREAM_TESTS=all ;;
 esac
 
+# Writes the tests as pytest compiles them, which else each of its processes would do.
+[ $# -ne 0 ] || pytest -q --collect-only >"$scratch/tests" 2>&1 &
+
 # These run beside the tests, which leave cores idle while processes wait for each other.
 # Their output is printed after that of the tests.
 (

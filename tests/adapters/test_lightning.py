@@ -112,6 +112,7 @@ def _two(_: int, __: int, plan: Any, folder: Path, port: int) -> list[Any]:
     return run_processes(_fit, 2, plan, folder, port, seconds=250.0, fork=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_checkpoint_has_the_optimizer_states_of_all_ranks(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def walk(captured: Captured, inputs: list[Tensor]) -> None:
                 torch.autograd.grad(begin, wanted, gradients, allow_unused=True)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_graph_and_bytes_are_those_of_the_real_model_and_every_node_runs(name: str) -> None:

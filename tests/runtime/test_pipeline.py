@@ -129,6 +129,7 @@ def _on_meshes(
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "replicas", "meshes", "patterns"),
     [

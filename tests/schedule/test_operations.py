@@ -88,7 +88,7 @@ GPUS = {
 
 
 @pytest.mark.parametrize("pipelines", PIPELINES)
-@pytest.mark.parametrize("every", [97, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("every", [211, pytest.param(1, marks=pytest.mark.thorough)])
 def test_no_pipeline_hangs(pipelines, every: int) -> None:  # type: ignore[no-untyped-def]
     for orders in sampled(pipelines(), every):
         for name, gpu in GPUS.items():
@@ -108,7 +108,7 @@ def test_the_replay_sees_a_pipeline_hang(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("pipelines", PIPELINES)
-@pytest.mark.parametrize("every", [83, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("every", [193, pytest.param(1, marks=pytest.mark.thorough)])
 def test_what_ranks_do_together_has_one_order_and_few_communicators(pipelines, every) -> None:  # type: ignore[no-untyped-def]
     for orders in sampled(pipelines(), every):
         assert disorder(orders.actions, orders.assignment) is None, orders.schedule.spec

@@ -67,7 +67,7 @@ def learned(
     return list(outputs), dict(program.weight_gradients(kept_for_weights)), state, size
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "model", ["Perceptron", "Fused", "Separate", "Recurrent", "VGG", "Convolutions", "resnet18"]
 )

@@ -142,6 +142,7 @@ def test_where_workers_do_not_wait_no_other_order_is_tried(folder: Path) -> None
     assert any("Other orders of passes were not tried" in note for note in found.outcome.notes)
 
 
+@pytest.mark.thorough
 def test_a_size_that_needs_too_much_memory_is_told_or_saves_some(folder: Path) -> None:
     """12 MB of parameters and as much of gradients: 40 MB leave room for small minibatches."""
     for size in (1, 2, 4):

@@ -101,6 +101,7 @@ def test_the_sweep_has_plans_on_the_mesh(perceptron: Path) -> None:
     assert 1 / float(frame["plan_simulated"][2]) == pytest.approx(simulated(two))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_is_shown_changes_no_plan(perceptron: Path) -> None:
     """Options that draw and compare were once refused beside meshes, or led to other plans."""

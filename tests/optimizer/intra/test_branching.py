@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_problems import brute_force, ladder, made_up
@@ -46,6 +47,7 @@ def by_messages(monkeypatch):
     monkeypatch.setattr(branching, "_PART", 6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_loop_at_one_end_is_decided(by_messages, seed):
     """Llama's stage of 32 layers on 8 x 8 devices was not proven in half a minute: what messages
@@ -80,7 +82,7 @@ def test_messages_pass_near_what_was_decided_first(by_messages, monkeypatch):
     assert sizes[-2:] == [6, 6], "for each of two labels"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 7))
 def test_equals_all_choices_one_by_one(seed, variables):
     problem = with_loop(made_up(seed, variables, limited=False), 5e-6)

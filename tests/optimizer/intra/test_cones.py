@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_problems import brute_force, made_up
@@ -13,7 +14,7 @@ from pipedream.optimizer.intra.solver.exact import solve
 from pipedream.optimizer.intra.solver.problem import Problem, Value
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 8), st.booleans())
 def test_what_is_found_is_a_choice_of_the_whole(seed: int, variables: int, limited: bool) -> None:
     """It takes what the smaller problem says, and no less than the best."""

@@ -72,6 +72,7 @@ def test_one_device_that_is_too_small_recomputes() -> None:
     assert stage.memory_bytes <= 1.6e9
 
 
+@pytest.mark.thorough
 def test_copies_that_are_hidden_are_fastest() -> None:
     asked = request("network", 1.75e9, selective=True)
     fast, slow = (replace(asked, host_bandwidth=rate) for rate in (1e12, 1e6))

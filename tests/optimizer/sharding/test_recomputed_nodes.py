@@ -23,6 +23,7 @@ def planned(folder: Path, recompute: str) -> Plan:
     return read_plan(folder / recompute / "plan.json")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_single_nodes_are_faster_than_whole_stages(tmp_path: Path) -> None:
     """On meshes a stage recomputed all or nothing: of a transformer with 32 sequences a minibatch,

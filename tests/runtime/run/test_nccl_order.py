@@ -14,15 +14,14 @@ import strict_nccl
 from job_cases import CASES
 from training import losses, run_jobs
 
+_LONG = ("orders", "orders with replicas", "meshes")
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [None, pytest.param(16, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(each, marks=pytest.mark.thorough) if each == "orders" else each
-        for each in CASES
-    ],
+    [pytest.param(each, marks=pytest.mark.thorough) if each in _LONG else each for each in CASES],
 )
 def test_no_run_hangs_and_all_learn_as_with_gloo(
     tmp_path: Path, case: str, streams: int | None

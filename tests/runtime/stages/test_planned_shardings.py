@@ -57,6 +57,7 @@ def test_learns_what_the_plain_model_does(
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [("--mesh", "2"), ("--mesh", "2", "--split", "blocks.0.up")])
 def test_ranks_search_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]

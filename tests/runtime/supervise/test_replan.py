@@ -216,6 +216,7 @@ def test_plans_on_meshes_are_made_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 of 4 workers: 1 of 2 devices at" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_plans_without_meshes_stay_so(folder: Path) -> None:
     """The run config may be for whole stages alone: it may compile them."""

@@ -156,6 +156,7 @@ def test_single_nodes_run_again_or_activations_move_to_the_host(
         assert_equals_serial(job, serial, chain_stages, ("a", "bc"))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_types_and_orders(tmp_path: Path) -> None:
     """In float32 and bfloat16, whose sums of three are added up in another order, so that bits
@@ -172,6 +173,7 @@ def test_types_and_orders(tmp_path: Path) -> None:
         assert_alike(job, whole(job), digits)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_replicas_of_meshes(tmp_path: Path) -> None:
     """Each device divides its part of the parameters with the same device of the other replicas;
