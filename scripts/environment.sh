@@ -43,8 +43,9 @@ make_environment() {
     [ "$venv" = .venv ] || echo "torch==$torch_version" > "$constraints"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$(what_is_installed)" ]; then
         echo "== installing pipedream and what it needs into $venv (the first time takes minutes)"
-        "$venv/bin/python" -m pip install -q -c "$constraints" torch || return
-        "$venv/bin/python" -m pip install -q -c "$constraints" -e '.[models,test,docs]' \
+        # Compiling all that is never imported would take as long again.
+        "$venv/bin/python" -m pip install -q --no-compile -c "$constraints" torch || return
+        "$venv/bin/python" -m pip install -q --no-compile -c "$constraints" -e '.[models,test,docs]' \
             --config-settings editable_mode=strict || return
         # numba's cache of compiled code names classes: after a rename it could not be read.
         find optimizer -name '*.nb[ic]' -delete

@@ -40,7 +40,6 @@ def test_fitted_models_take_what_they_took(folder: Path) -> None:
     assert fitted.host == {}
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_model_that_was_held_out_says_how_far_it_is_off(folder: Path) -> None:
     bert, llama, resnet = (MeasuredModel.read(folder / n) for n in ("bert", "llama", "resnet18"))
