@@ -150,14 +150,15 @@ class OptionTable:
         self._bytes += [_bytes(each) for each in (*largest.inputs, *largest.outputs)]
         inner, options, codes = sum(map(_bytes, summed_types(largest))), [], self._codes
         for strategy in self._options(operators, devices, placement):
-            options.append([codes[each] for each in (*strategy.inputs, *strategy.outputs)])
+            own = list(map(codes.__getitem__, (*strategy.inputs, *strategy.outputs)))
+            options.append(own)
             self._codes_at.append(len(self._option_codes))
-            self._option_codes += options[-1]
+            self._option_codes += own
             self._summed.append(inner if strategy.within == Partial() else 0.0)
-            self._divides.append(bool(strategy.shards))
+            self._divides.append(max(own, default=WHOLE) > SUM)
             self.strategies.append(strategy)
             self._row_of_option.append((state, devices))
-        self._slot_codes += [sorted(set(codes)) for codes in zip(*options, strict=True)]
+        self._slot_codes += [sorted(set(slot)) for slot in zip(*options, strict=True)]
         self._first.append(len(self._codes_at))
 
     def _options(
