@@ -39,8 +39,8 @@ check() {
     "$@" || failed="${failed:-}$1 "
 }
 
-# Five minutes of two cores that nobody shares are 600 s. Parts, and all, take what they take.
-budget=600 options=(-n 4 --dist worksteal --durations 40)
+# Six minutes of two cores that nobody shares are 720 s. Parts, and all, take what they take.
+budget=720 options=(-n 4 --dist worksteal --durations 40)
 [ $# -eq 0 ] || budget=
 case "${1:-}" in
 --quick) shift && options+=(-m "not slow") ;;
