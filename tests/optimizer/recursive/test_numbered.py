@@ -14,7 +14,7 @@ from joint_models import MODELS, traced_model
 from random_operators import random_graph
 
 from pipedream.capture.programs.description import describe
-from pipedream.graph.placements.operators import OperatorGraph, flops
+from pipedream.graph.placements.operators import OperatorGraph, StageInput, TensorType, flops
 from pipedream.graph.placements.placement import Partial, Shard
 from pipedream.optimizer.recursive.graph import HalvingGraph
 from pipedream.optimizer.recursive.numbered import Lists
@@ -131,6 +131,13 @@ def test_of_models(name: str) -> None:
 @given(st.randoms(use_true_random=False))
 def test_of_random_graphs(rng: random.Random) -> None:
     check(random_graph(rng))
+
+
+def test_of_no_operators() -> None:
+    type_ = TensorType(shape=(4, 4), dtype="float32", element_bytes=4)
+    given = StageInput(value="x", role="input", name="0", type=type_)
+    check(OperatorGraph(inputs=(given,), calls=()))
+    check(OperatorGraph(inputs=(), calls=()))
 
 
 def test_lists_keep_the_order_of_their_items() -> None:
