@@ -182,11 +182,10 @@ class HalvingGraph(NumberedGraph):
         do operators that read one computed value; others, such as the sum of two branches, would
         make one index of what each of them can divide otherwise.
         """
-        heavy, pairs = set(self.heavy.tolist()), [np.zeros((2, 0), np.int64)]
+        pairs = [np.zeros((2, 0), np.int64)]
         for calls in self.alike:
-            own = self.operators[calls.operator]
-            related = calls.values
-            if int(calls.nodes[0]) not in heavy:
+            own, related = self.operators[calls.operator], calls.values
+            if not flops(own):
                 related = related[self._read_one(related[:, : len(own.inputs)])]
             groups = [_there(related, each) for each in self._sharded[calls.operator]]
             ends = [(group[0], each) for group in groups for each in group[1:]]
@@ -208,10 +207,10 @@ class HalvingGraph(NumberedGraph):
 
     @cached_property
     def _families(self) -> tuple[Ints, Lists]:
-        indices, heavy = self._indices.reshape(-1), set(self.heavy.tolist())
+        indices = self._indices.reshape(-1)
         of_node: dict[int, tuple[int, ...]] = {}
         for calls in self.alike:
-            if int(calls.nodes[0]) in heavy:
+            if flops(self.operators[calls.operator]):
                 groups = chain.from_iterable(self._sharded[calls.operator])
                 places = _there(calls.values, list(groups))
                 own = indices[_places(calls.values, places, self.dims)].tolist()
