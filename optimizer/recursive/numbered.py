@@ -8,7 +8,7 @@ call in arrays of all of them: a model has thousands of calls of some hundred op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -81,23 +81,23 @@ class NumberedGraph:
     @cached_property
     def values(self) -> dict[str, int]:
         """The number of each value; what is given has the number of its node."""
-        names = chain((each.value for each in self.graph.inputs), self._call_results)
-        return {name: k for k, name in enumerate(name for name in names if name is not None)}
+        given = [each.value for each in self.graph.inputs]
+        names = [*given, *filter(None, self._call_results)]
+        return dict(zip(names, range(len(names)), strict=True))
 
-    @property
-    def _call_results(self) -> Iterator[str | None]:
-        return chain.from_iterable(call.results for call in self.graph.calls)
+    @cached_property
+    def _call_results(self) -> tuple[str | None, ...]:
+        return tuple(chain.from_iterable([call.results for call in self.graph.calls]))
 
     @cached_property
     def _distinct(self) -> tuple[tuple[Operator, ...], Ints]:
         """The operators, and by call the number of its own."""
+        called = [call.operator for call in self.graph.calls]
+        objects = dict(zip(map(id, called), called, strict=True))  # equal ones are slow to find
         numbers: dict[Operator, int] = {}
-        of_object: dict[int, int] = {}  # to compare operators takes longer than all else here
-        for call in self.graph.calls:
-            if id(call.operator) not in of_object:
-                of_object[id(call.operator)] = numbers.setdefault(call.operator, len(numbers))
-        of_call = [of_object[id(call.operator)] for call in self.graph.calls]
-        return tuple(numbers), np.array(of_call, np.int64)
+        number = {key: numbers.setdefault(each, len(numbers)) for key, each in objects.items()}
+        of_call = map(number.__getitem__, map(id, called))
+        return tuple(numbers), np.fromiter(of_call, np.int64, len(called))
 
     @property
     def operators(self) -> tuple[Operator, ...]:
@@ -120,17 +120,17 @@ class NumberedGraph:
     @cached_property
     def reads(self) -> Lists:
         counts = self.by_node(len(each.inputs) for each in self.operators).astype(np.int64)
-        values = chain.from_iterable(call.reads for call in self.graph.calls)
-        return Lists.of(counts, list(map(self.values.__getitem__, values)))
+        values = chain.from_iterable([call.reads for call in self.graph.calls])
+        read = map(self.values.__getitem__, values)
+        return Lists.of(counts, np.fromiter(read, np.int64, int(counts.sum())))
 
     @cached_property
     def results(self) -> Lists:
         given = len(self.graph.inputs)
         counts = self.by_node(len(each.outputs) for each in self.operators).astype(np.int64)
         counts[:given] = 1
-        number: dict[str | None, int] = {None: -1}
-        number.update(self.values)
-        return Lists.of(counts, [*range(given), *map(number.__getitem__, self._call_results)])
+        is_given = np.array([True] * given + [each is not None for each in self._call_results])
+        return Lists.of(counts, np.where(is_given, np.cumsum(is_given) - 1, -1))
 
     @cached_property
     def producers(self) -> Ints:
