@@ -114,17 +114,19 @@ def redistributions(assignment: Assignment) -> tuple[Redistribution, ...]:
     """Returns all redistributions: first what operators read, in their order, then outputs, then
     sums of gradients, then what operators add up in their middle.
 
-    Those that need no communication, such as a slice, are among them.
+    A value is brought to a placement once, whoever reads it there; gradients are added up for each
+    parameter. Those that need no communication, such as a slice, are among them.
     """
-    distinct: dict[tuple[str, Placements, Placements, str], Redistribution] = {}
+    distinct: dict[tuple[str, Placements, str | None], Redistribution] = {}
     types = assignment.graph.types()
-    for value, target, often in _wanted(assignment):
+    for value, target, parameter in _wanted(assignment):
         source = assignment.placed[value]
-        if often == "update":
+        if parameter is not None:
             source = _gradient_target(source, target)
         if source != target:
             steps = steps_between(types[value], assignment.mesh, source, target)
-            key = value, source, target, often
+            often: Literal["minibatch", "update"] = "minibatch" if parameter is None else "update"
+            key = value, target, parameter
             distinct.setdefault(key, Redistribution(value, source, target, steps, often))
     inner = (
         inner_sums(call, assignment.strategies[call.name], assignment.mesh)
@@ -174,17 +176,16 @@ def _gradient_target(placed: Placements, parameter: Placements) -> Placements:
     return tuple(source if (source, its) == (partial, whole) else its for source, its in pairs)
 
 
-def _wanted(
-    assignment: Assignment,
-) -> Iterator[tuple[str, Placements, Literal["minibatch", "update"]]]:
+def _wanted(assignment: Assignment) -> Iterator[tuple[str, Placements, str | None]]:
+    """Yields values and where they go, with the parameter whose gradient is added up there."""
     for call in assignment.graph.calls:
         for value, target in zip(call.reads, assignment.targets(call.name), strict=True):
-            yield value, target, "minibatch"
+            yield value, target, None
     inputs = assignment.placed_inputs
     outputs = assignment.graph.outputs
     for output in outputs:
         placed = assignment.placed[output.value]
-        yield output.value, output_target(output, placed, inputs), "minibatch"
+        yield output.value, output_target(output, placed, inputs), None
     for output in outputs:
         if output.role == "parameter gradient":
-            yield output.value, inputs["parameter", output.name], "update"
+            yield output.value, inputs["parameter", output.name], output.name

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -68,6 +69,7 @@ class StageProblem:
     times: LocalTimes = field(default_factory=LocalTimes)
     _tables: dict[object, tuple[Value, object]] = field(default_factory=dict, init=False)
     _shares: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, init=False)
+    _ends: dict[object, list[tuple[range, Value]]] = field(default_factory=dict, init=False)
 
     @cached_property
     def problem(self) -> Problem:
@@ -320,29 +322,63 @@ class StageProblem:
         }
 
     def _gradients(self) -> Iterable[Value]:
-        """Gradients of inputs and parameters, which go to the places of these. Those of parameters
-        stay partial where the parameter is whole, to be added up once for each update.
-        """
+        """Gradients of inputs and parameters, which go to the places of these."""
         primals = {(str(each.role), each.name): each.value for each in self.graph.inputs}
+        ends: dict[str, dict[str, StageOutput]] = defaultdict(dict)
         for output in self.graph.outputs:
-            if output.role == "output":
-                continue
-            role = output.role.removesuffix(" gradient")
-            primal = primals[role, output.name]
-            source, places = self._sources[output.value]
-            if source == self._number[primal]:
-                continue
-            target = self._inputs[primal]
-            key = "gradient", self.types[output.value].shape, role, id(places), id(target)
-            if key not in self._tables:
-                made = self._gradient_table(output, places, target)
-                self._tables[key] = made, (places, target)
-            made, _ = self._tables[key]
-            yield replace(made, source=source, readers=(self._number[primal],))
+            if output.role != "output":
+                primal = primals[output.role.removesuffix(" gradient"), output.name]
+                if self._sources[output.value][0] != self._number[primal]:
+                    ends[output.value][primal] = output
+        for value, own in ends.items():
+            source, places = self._sources[value]
+            numbers = [self._number[primal] for primal in own]
+            targets = [self._inputs[primal] for primal in own]
+            type_ = self.types[value]
+            roles = (each.role for each in own.values())
+            key = (
+                type_.shape,
+                type_.element_bytes,
+                id(places),
+                *zip(roles, map(id, targets), strict=True),
+            )
+            if key not in self._ends:
+                self._ends[key] = self._gradient_values(places, list(own.values()), targets)
+            for readers, made in self._ends[key]:
+                yield replace(made, source=source, readers=tuple(numbers[k] for k in readers))
 
-    def _gradient_table(self, output: StageOutput, places: Places, target: Places) -> Value:
-        type_ = self.types[output.value]
-        known, role = self._distances(type_), output.role.removesuffix(" gradient")
+    def _gradient_values(
+        self, places: Places, outputs: Sequence[StageOutput], targets: Sequence[Places]
+    ) -> list[tuple[range, Value]]:
+        """Of one value, which may be the gradient of several, as of both biases of an LSTM: it is
+        brought to a placement once, but added up for each of them. With which of them each is for.
+        """
+        pairs = list(zip(outputs, targets, strict=True))
+        tables = [self._gradient_table(output, places, target) for output, target in pairs]
+        if len(pairs) == 1:
+            ((now, later),) = tables
+            return [(range(1), _moved(places, [targets[0].number], now + later))]
+        found = [
+            (range(k, k + 1), _moved(places, [targets[k].number], later))
+            for k, (_, later) in enumerate(tables)
+        ]
+        kinds = [(output.role, id(target)) for output, target in pairs]
+        by_kind = {kind: now for kind, (now, _) in zip(kinds, tables, strict=True)}
+        widths = (now.shape[1] for now in by_kind.values())
+        first = dict(zip(by_kind, accumulate(widths, initial=0), strict=False))
+        wanted = [first[kind] + each.number for kind, each in zip(kinds, targets, strict=True)]
+        at_once = _moved(places, wanted, np.hstack(list(by_kind.values())))
+        return [*found, (range(len(pairs)), at_once)]
+
+    def _gradient_table(
+        self, output: StageOutput, places: Places, target: Places
+    ) -> tuple[Floats, Floats]:
+        """Seconds in each minibatch, and its share of those of each update, where the gradient is
+        given and what it is of is placed so. That of a parameter stays partial where the parameter
+        is whole, to be added up once for each update.
+        """
+        known = self._distances(self.types[output.value])
+        role = output.role.removesuffix(" gradient")
         number: dict[Placements, int] = {}
         by_sums: dict[tuple[bool, ...], list[int]] = {}  # all that it depends on
         at_once = []
@@ -358,13 +394,7 @@ class StageProblem:
         now = known.seconds(places.distinct, tuple(number))
         later = known.seconds(tuple(number), target.distinct) / self.accounting.minibatches
         rows, columns = np.ogrid[: len(places.distinct), : len(target.distinct)]
-        seconds = now[rows, at_once] + later[at_once, columns]
-        nothing = np.zeros(len(places.distinct)), np.zeros(len(target.distinct))
-        return Value(
-            *(0, places.number, (1,), (target.number,), seconds, (True,)),
-            *nothing,
-            np.full(len(places.distinct), -1),
-        )
+        return now[rows, at_once], later[at_once, columns]
 
     def _distances(self, type_: TensorType) -> Distances:
         mesh = self.mesh
@@ -373,6 +403,14 @@ class StageProblem:
     def _held_bytes(self, type_: TensorType, forms: Sequence[Placements]) -> Floats:
         held = [elements_held(type_.shape, self.mesh.sizes, each) for each in forms]
         return np.array(held, dtype=np.float64) * type_.element_bytes
+
+
+def _moved(places: Places, wanted: Sequence[Ints], seconds: Floats) -> Value:
+    """A value of which nothing is kept."""
+    given, targets = map(np.zeros, seconds.shape)
+    same = np.full(len(given), -1)
+    readers, backward = tuple(range(1, 1 + len(wanted))), (True,) * len(wanted)
+    return Value(0, places.number, readers, tuple(wanted), seconds, backward, given, targets, same)
 
 
 def _forms(own: Sequence[Places], forms: dict[tuple[Placements, ...], int]) -> Ints:
