@@ -32,7 +32,7 @@ from pipedream.graph.placements.placement import (
 )
 from pipedream.graph.placements.regions import local_sizes
 from pipedream.sharding.assignment import LinkedMesh, inner_sums, steps_between
-from pipedream.sharding.rules import local_operator, strategies
+from pipedream.sharding.rules import largest_and_smallest, strategies
 from pipedream.sharding.rules.strategy import Strategy
 from pipedream.sharding.steps import can_be_placed, elements_held
 
@@ -210,14 +210,10 @@ def local_operators(
     operator: Operator, chosen: tuple[Strategy, ...], mesh: Mesh
 ) -> tuple[Operator, ...]:
     """Returns the largest and the smallest operator of a device, the first axes divided so."""
-    locals_ = [operator]
+    locals_: tuple[Operator, ...] = (operator,)
     for strategy, devices in zip(chosen, mesh, strict=False):
-        locals_ = [
-            local_operator(each, strategy, devices, index)
-            for each in locals_
-            for index in dict.fromkeys((0, devices - 1))
-        ]
-    return tuple(dict.fromkeys(locals_))
+        locals_ = largest_and_smallest(locals_, strategy, devices)
+    return locals_
 
 
 def chunk_numbers(

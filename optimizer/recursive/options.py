@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipedream.graph.placements.operators import Operator, StageInput, TensorType
 from pipedream.graph.placements.placement import Partial, Placement, Replicate, Shard
-from pipedream.sharding.rules import local_operator, strategies, summed_types
+from pipedream.sharding.rules import largest_and_smallest, strategies, summed_types
 from pipedream.sharding.rules.strategy import Strategy, fits
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -103,13 +103,8 @@ class OptionTable:
         """Returns the state to which an option leads."""
         if option not in self._next:
             (state, devices), strategy = self._row_of_option[option], self.strategies[option]
-            locals_ = [
-                local_operator(each, strategy, devices, index)
-                for each in self.states[state]
-                for index in _different(each, strategy, devices)
-            ]
-            distinct = dict.fromkeys(locals_) if len(locals_) > 1 else locals_
-            self._next[option] = self.number(tuple(distinct))
+            locals_ = largest_and_smallest(self.states[state], strategy, devices)
+            self._next[option] = self.number(locals_)
         return self._next[option]
 
     def arrays(self) -> OptionArrays:
@@ -192,22 +187,6 @@ def given_state(given: StageInput) -> State:
     free = given.role in ("parameter", "buffer")
     target = _GIVEN if free else _GIVEN_WHOLE
     return (Operator(target=target, arguments=(), inputs=(), outputs=(given.type,)),)
-
-
-def _different(operator: Operator, strategy: Strategy, devices: int) -> tuple[int, ...]:
-    """Returns the devices with the largest and the smallest part; the first one where all have the
-    same.
-    """
-    placed = zip(
-        (*operator.inputs, *operator.outputs), (*strategy.inputs, *strategy.outputs), strict=True
-    )
-    even = all(
-        type_ is None
-        or not isinstance(its, Shard)
-        or type_.shape[its.dim] // its.chunks % devices == 0
-        for type_, its in placed
-    )
-    return (0,) if even else (0, devices - 1)
 
 
 def _bytes(type_: TensorType | None) -> float:

@@ -12,6 +12,7 @@ nearly all. `views`, `pieces`: chunks. The other files are tables by kind of ope
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from pipedream.graph.placements.operators import Operator, TensorType
@@ -33,6 +34,7 @@ from pipedream.sharding.rules.strategy import (
     Strategy,
     fits,
     in_chunks,
+    is_even,
     local_type,
     replicated,
 )
@@ -86,6 +88,20 @@ def local_operator(operator: Operator, strategy: Strategy, devices: int, index: 
     )
     local = operator.model_copy(update={"inputs": inputs, "outputs": outputs})
     return local.with_arguments(dict(_rule(operator).arguments(operator, local)))
+
+
+def largest_and_smallest(
+    operators: Iterable[Operator], strategy: Strategy, devices: int
+) -> tuple[Operator, ...]:
+    """Returns of each of these operators what the devices with the largest and the smallest part
+    execute; those that are alike once.
+    """
+    found = [
+        local_operator(each, strategy, devices, index)
+        for each in operators
+        for index in ((0,) if is_even(each, strategy, devices) else (0, devices - 1))
+    ]
+    return tuple(dict.fromkeys(found)) if len(found) > 1 else tuple(found)
 
 
 def _rule(operator: Operator) -> DivisionRule:

@@ -101,6 +101,19 @@ def fits(operator: Operator, strategy: Strategy, devices: int) -> bool:
     return all(type_ is None or _fits(type_, placement, devices) for type_, placement in pairs)
 
 
+def is_even(operator: Operator, strategy: Strategy, devices: int) -> bool:
+    """Tells whether all devices have parts of the same sizes."""
+    pairs = zip(
+        (*operator.inputs, *operator.outputs), (*strategy.inputs, *strategy.outputs), strict=True
+    )
+    return all(
+        type_ is None
+        or not isinstance(placement, Shard)
+        or type_.shape[placement.dim] // placement.chunks % devices == 0
+        for type_, placement in pairs
+    )
+
+
 def local_type(type_: TensorType, placement: Placement, devices: int, index: int) -> TensorType:
     """Returns the type of what the device with this index holds."""
     if not isinstance(placement, Shard):
