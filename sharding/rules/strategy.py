@@ -94,24 +94,24 @@ def fits(operator: Operator, strategy: Strategy, devices: int) -> bool:
         (written, *_), (result, *_) = operator.writes, strategy.outputs
         if strategy.inputs[written] != result:
             return False
-    pairs = [
-        *zip(operator.inputs, strategy.inputs, strict=True),
-        *zip(operator.outputs, strategy.outputs, strict=True),
-    ]
-    return all(type_ is None or _fits(type_, placement, devices) for type_, placement in pairs)
+    return all(_fits(*each, devices) for each in _placed(operator, strategy))
 
 
 def is_even(operator: Operator, strategy: Strategy, devices: int) -> bool:
     """Tells whether all devices have parts of the same sizes."""
-    pairs = zip(
-        (*operator.inputs, *operator.outputs), (*strategy.inputs, *strategy.outputs), strict=True
-    )
     return all(
-        type_ is None
-        or not isinstance(placement, Shard)
+        not isinstance(placement, Shard)
         or type_.shape[placement.dim] // placement.chunks % devices == 0
-        for type_, placement in pairs
+        for type_, placement in _placed(operator, strategy)
     )
+
+
+def _placed(operator: Operator, strategy: Strategy) -> Iterator[tuple[TensorType, Placement]]:
+    """Yields the type and the placement of each tensor that it reads or computes."""
+    types = *operator.inputs, *operator.outputs
+    for type_, placement in zip(types, (*strategy.inputs, *strategy.outputs), strict=True):
+        if type_ is not None:
+            yield type_, placement
 
 
 def local_type(type_: TensorType, placement: Placement, devices: int, index: int) -> TensorType:

@@ -61,9 +61,8 @@ def _updates(name: str, examples: int, width: int) -> Iterator[float]:
     epoch = Epoch(model.training, config, 1, CPU)
     for stage in model.stages:
         stage.begin_epoch()
-    for minibatch in range(len(epoch)):
-        batch = epoch.batch(minibatch)
-        yield model.learn(minibatch, batch.inputs[0], batch.target)
+    for update in range(model.updates):
+        yield model.learn(update, epoch)
 
 
 if __name__ == "__main__":

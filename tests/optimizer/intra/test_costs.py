@@ -98,10 +98,11 @@ def test_a_problem_counts_what_its_assignments_take(name: str, mesh: Mesh) -> No
     stage = staged(describe(traced.joint), mesh, accounting=Accounting(4.0, 1e-11))
     rng, seen = np.random.default_rng(0), 0
     for part in (0.1, 0.3, 1.0) * 20:
-        labels = [rng.integers(len(s)) if rng.random() < part else 0 for s in stage.problem.seconds]
-        seconds = stage.problem.amounts(np.array(labels)).seconds
+        options = map(len, stage.problem.seconds)
+        labels = np.array([rng.integers(n) if rng.random() < part else 0 for n in options])
+        seconds = stage.problem.amounts(labels).seconds
         if np.isfinite(seconds):
-            assignment, seen = stage.assignment(np.array(labels)), seen + 1
+            assignment, seen = stage.assignment(labels), seen + 1
             assert seconds == pytest.approx(stage.seconds_of(assignment), rel=1e-9)
     assert seen > 20
 
